@@ -1,0 +1,1 @@
+"""The CUDA sources, installed as the resource package `f16lab.kernels`."""
