@@ -30,17 +30,17 @@ $(PY):
 $(VENV)/.core: pyproject.toml | $(PY)
 	@echo "installing f16lab and what it needs into $(VENV)"
 	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) $(TORCH)
-	@$(PIP) --editable .
+	@$(PIP) 'setuptools>=77' wheel && $(PIP) --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what the tests need"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.lab: $(VENV)/.core
 	@echo "installing JupyterLab and widgets"
-	@$(PIP) --editable '.[lab]'
+	@$(PIP) --no-build-isolation --editable '.[lab]'
 	@touch $@
 
 # ---------------------------------------------------------------- using it

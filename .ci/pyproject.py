@@ -95,6 +95,7 @@ select = ["F"]
 [tool.pytest.ini_options]
 testpaths = ["tests"]
 addopts = "-ra"
+faulthandler_timeout = 300
 markers = [
     "browser: needs Chromium and playwright",
     "gpu: needs one CUDA device",

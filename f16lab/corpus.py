@@ -24,7 +24,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from .data import ShardWriter, TokenData, as_uint16, check_positive, check_shards, noise_at
 from .rounding import Key, Purpose, tensor_id
-from .tokenizer import ByteTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer, save_tokenizer, train_bpe, write_text
+from .tokenizer import (ByteTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer, save_tokenizer, train_bpe,
+                              write_text)
 
 # %% ../nbs/09b_corpus.ipynb #516c20ff
 def check_text(block: bytes, path: Path, offset: int = 0) -> None:
@@ -34,8 +35,8 @@ def check_text(block: bytes, path: Path, offset: int = 0) -> None:
         raise ValueError(f"{path}: byte {offset + nul} is NUL, which no text has: it is a binary file, leave it out")
     try: block.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {offset + error.start} (0x{block[error.start]:02x}) is no UTF-8, text files are "
-                         "UTF-8: convert the file or leave it out") from None
+        raise ValueError(f"{path}: byte {offset + error.start} (0x{block[error.start]:02x}) is no UTF-8, as text files "
+                         "are: convert the file or leave it out") from None
 
 # %% ../nbs/09b_corpus.ipynb #3c95dfa9
 BLOCK_BYTES = 2**20
@@ -180,7 +181,7 @@ def builtin_corpus(limit: int | None = None, root: str | Path | None = None) -> 
 # %% ../nbs/09b_corpus.ipynb #cc0f787f
 def user_files(path: Path) -> list[TextFile]:
     """The documents a path names: itself, or every file below a folder that is not hidden, sorted by name."""
-    if not path.exists(): raise ValueError(f"{path}: there is no such file or folder: give text files or a folder of them")
+    if not path.exists(): raise ValueError(f"{path}: there is no such file or folder: give text files or a folder")
     if path.is_dir():
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
         names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
@@ -188,7 +189,7 @@ def user_files(path: Path) -> list[TextFile]:
     files = [(name, path / name) for name in names] if path.is_dir() else [(path.name, path)]
     for _, file in files:
         if not file.stat().st_size:
-            raise ValueError(f"{file}: the file is empty (0 bytes), a document has text: leave it out or write it again")
+            raise ValueError(f"{file}: the file is empty (0 bytes), a document has text: leave it out or fill it")
     return [TextFile(name, file, 0, file.stat().st_size) for name, file in files]
 
 
@@ -216,8 +217,8 @@ def token_stream(files: Iterable[TextFile], tokenizer: Tokenizer,
 def encode_corpus(corpus: Corpus, tokenizer: Tokenizer = ByteTokenizer()) -> dict[str, TokenData]:
     """Both sides in memory, as {"train": …, "val": …}: nothing is written."""
     sides = {"train": corpus.train, "val": corpus.val}
-    return {side: TokenData.of(np.concatenate([*token_stream(files, tokenizer)]), tokenizer.vocab_size, f"{corpus.name} {side}")
-            for side, files in sides.items()}
+    tokens = {side: np.concatenate([*token_stream(files, tokenizer)]) for side, files in sides.items()}
+    return {side: TokenData.of(ids, tokenizer.vocab_size, f"{corpus.name} {side}") for side, ids in tokens.items()}
 
 # %% ../nbs/09b_corpus.ipynb #a4c4fe19
 def sized_pieces(arrays: Iterable[np.ndarray], size: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -241,14 +242,15 @@ def write_side(folder: Path, stem: str, arrays: Iterable[np.ndarray], shard_toke
     return {"shards": shards, "tokens": sum(shard["tokens"] for shard in shards), "sha256": digest}
 
 # %% ../nbs/09b_corpus.ipynb #718d6c5b
-META = "meta.json"
+META = "f16lab-data.json"
 
 
 def choose_corpus(source: Corpus | str | Path | Sequence[str | Path], limit: int | None) -> Corpus:
     """The corpus a source names: "builtin", or text files and folders; a corpus is taken as it is."""
-    if not isinstance(source, Corpus): return builtin_corpus(limit) if source == "builtin" else text_corpus(source, limit)
-    if limit is not None: warnings.warn("limit has no effect on a corpus that is made already")
-    return source
+    if isinstance(source, Corpus):
+        if limit is not None: warnings.warn("limit has no effect on a corpus that is made already")
+        return source
+    return builtin_corpus(limit) if source == "builtin" else text_corpus(source, limit)
 
 
 def choose_tokenizer(tokenizer: str | Tokenizer, corpus: Corpus, vocab_size: int | None) -> Tokenizer:
@@ -266,8 +268,8 @@ def choose_tokenizer(tokenizer: str | Tokenizer, corpus: Corpus, vocab_size: int
 # %% ../nbs/09b_corpus.ipynb #f382cf7d
 def publish(made: Path, folder: Path) -> None:
     """Moves finished files into the folder: the old meta file goes first, the new one comes last, old shards go."""
-    listed = read_meta(folder) if (folder / META).exists() else {"splits": {}}
-    old = {shard["file"] for side in listed["splits"].values() for shard in side["shards"]}
+    try: old = {shard["file"] for side in read_meta(folder)["splits"].values() for shard in side["shards"]}
+    except ValueError: old = set()  # none, or a damaged one
     (folder / META).unlink(missing_ok=True)
     new = sorted(path.name for path in made.iterdir() if path.name != META)
     for name in (*new, META): os.replace(made / name, folder / name)
@@ -278,11 +280,11 @@ def read_meta(folder: Path) -> dict:
     """The meta file of a prepared folder, if it is one of ours."""
     path = folder / META
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file, so the folder was not prepared or not to the end: run `f16lab data`")
+        raise ValueError(f"{path}: there is no such file, the folder was not prepared to the end: run `f16lab data`")
     try: meta = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error: raise ValueError(f"{path}: no JSON ({error}): run `f16lab data` again") from None
     if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != ("f16lab-data", 1):
-        raise ValueError(f"{path}: no meta file of prepared data, version 1: run `f16lab data` with another folder")
+        raise ValueError(f"{path}: no meta file of prepared data, version 1: run `f16lab data` again")
     return meta
 
 # %% ../nbs/09b_corpus.ipynb #aa1fbab7
@@ -298,7 +300,7 @@ class Prepared:
         paths = [self.folder / shard["file"] for shard in side["shards"]]
         data = TokenData.open(paths, self.meta["vocab_size"], f"{self.folder} {split}")
         if data.sha256 != side["sha256"]:
-            raise ValueError(f"{self.folder}: the {split} shards hold tokens with SHA-256 {data.sha256[:16]}…, prepared were "
+            raise ValueError(f"{self.folder}: SHA-256 of the {split} tokens is {data.sha256[:16]}…, prepared were "
                              f"{side['sha256'][:16]}…: run `f16lab data` again")
         return data
 
@@ -320,7 +322,7 @@ def prepare(source: Corpus | str | Path | Sequence[str | Path],  # "builtin", te
             name: str = "tokens",  # first part of the file names
             shard_tokens: int = 10**8,
             progress: Progress | None = None) -> Prepared:
-    """Encodes a source into train and val shards with a tokenizer and a meta file; the folder changes when all is done."""
+    """Encodes a source into shards, tokenizer and meta file; the folder changes only when all of them are made."""
     check_positive(shard_tokens=shard_tokens)
     corpus, folder = choose_corpus(source, limit), Path(out_dir)
     encoder, total, done = choose_tokenizer(tokenizer, corpus, vocab_size), corpus.size(), 0
@@ -333,8 +335,10 @@ def prepare(source: Corpus | str | Path | Sequence[str | Path],  # "builtin", te
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".prepare-", dir=folder, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary)
-        sides = {side: write_side(made, f"{name}_{side}", token_stream(files, encoder, told), shard_tokens, encoder.vocab_size)
-                 for side, files in (("train", corpus.train), ("val", corpus.val))}
+        sides = {}
+        for side, files in (("train", corpus.train), ("val", corpus.val)):
+            stream = token_stream(files, encoder, told)
+            sides[side] = write_side(made, f"{name}_{side}", stream, shard_tokens, encoder.vocab_size)
         meta = dict(format="f16lab-data", version=1, vocab_size=encoder.vocab_size, end_of_text=encoder.end_of_text,
                     tokenizer=save_tokenizer(encoder, made), splits=sides,
                     source=dict(name=corpus.name, sha256=corpus.sha256, bytes=total, train_files=len(corpus.train),

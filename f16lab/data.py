@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['IGNORE_INDEX', 'HEADER_BYTES', 'SHARD_MAGIC', 'SHARD_VERSION', 'MAX_SHARD_TOKENS', 'SCAN_TOKENS', 'SHUFFLE_ROUNDS',
-           'ORDER_BLOCK', 'as_uint16', 'shard_header', 'ShardWriter', 'write_shard', 'foreign_hint', 'shard_head',
-           'size_hint', 'shard_count', 'open_shard', 'scan_tokens', 'shard_paths', 'check_shards', 'TokenData',
-           'locate', 'read_tokens', 'noise_at', 'shuffle_round', 'keyed_order', 'KeyedOrder', 'check_positive',
-           'micro_steps', 'rank_share', 'moved_position', 'Cursor', 'restored_position', 'Batch', 'Loader',
-           'TokenLoader', 'entropy_rate', 'unsigned_noise', 'MarkovChain', 'markov_chain']
+           'TABLE_SAMPLES', 'ORDER_BLOCK', 'as_uint16', 'shard_header', 'ShardWriter', 'write_shard', 'foreign_hint',
+           'shard_head', 'size_hint', 'shard_count', 'open_shard', 'scan_tokens', 'shard_paths', 'check_shards',
+           'TokenData', 'locate', 'read_tokens', 'noise_at', 'shuffle_pivots', 'shuffle_round', 'keyed_order',
+           'KeyedOrder', 'check_positive', 'micro_steps', 'rank_share', 'moved_position', 'Cursor', 'restored_position',
+           'Batch', 'Loader', 'TokenLoader', 'entropy_rate', 'unsigned_noise', 'MarkovChain', 'markov_chain']
 
 # %% ../nbs/09_data.ipynb #160b46bf
 import hashlib
@@ -228,26 +228,35 @@ def read_tokens(data: TokenData, start: int, stop: int) -> np.ndarray:
 
 # %% ../nbs/09_data.ipynb #d96218da
 SHUFFLE_ROUNDS = 32
+TABLE_SAMPLES = 2**16  # up to here the noise of all pairs is made at once
 
 
 def noise_at(key: Key, low: int | Tensor, high: int = 0) -> int | Tensor:
-    """Keyed noise of index high·2^32 + low, for an index or an int32 tensor of low halves; equals `rounding.noise`."""
+    """Keyed noise of index high·2^32 + low, for an int or an integer tensor of low halves; equals `rounding.noise`."""
     return squirrel_noise5(squirrel_noise5(low, key.a), squirrel_noise5(high, key.a))
 
 
-def shuffle_round(x: Tensor, count: int, key: Key) -> Tensor:
-    """One swap-or-not round on int64 values below `count`: x and pivot - x change places if their noise bit is set."""
-    pivot = (noise_at(key, 0, 1) << 32 | noise_at(key, 1, 1)) % count  # indices from 2^32 on: apart from all pairs
+def shuffle_pivots(count: int, key: Key) -> list[int]:
+    """A pivot below `count` for each round, of 64 noise bits; their indices begin at 2^32, apart from all pairs."""
+    bits = noise(key, 2**32, 2 * SHUFFLE_ROUNDS).numpy().view(np.uint32).tolist()
+    return [(high << 32 | low) % count for high, low in zip(bits[::2], bits[1::2])]
+
+
+def shuffle_round(x: Tensor, r: int, pivot: int, count: int, key: Key, table: Tensor | None = None) -> Tensor:
+    """Round r of swap-or-not (int64): x and pivot - x change places if bit r of their larger one's noise is set."""
     mirror = (pivot - x) % count
-    swap = noise_at(key, torch.maximum(x, mirror).to(torch.int32)) < 0  # the top bit
-    return torch.where(swap, mirror, x)
+    pair = torch.maximum(x, mirror)
+    bits = noise_at(key, pair) if table is None else table[pair]
+    return torch.where((bits >> r & 1).bool(), mirror, x)
 
 
 def keyed_order(positions: Tensor, count: int, key: Key) -> Tensor:
     """Samples (int64) at the given positions (int64) of the keyed permutation of 0..count-1; count below 2^32."""
     if not 0 < count < 2**32:
         raise ValueError(f"a keyed order has 1..{2**32 - 1} samples, got {count}: use a longer context")
-    for r in range(SHUFFLE_ROUNDS): positions = shuffle_round(positions, count, replace(key, micro=r))
+    table = noise(key, 0, count) if count <= TABLE_SAMPLES else None
+    for r, pivot in enumerate(shuffle_pivots(count, key)):
+        positions = shuffle_round(positions, r, pivot, count, key, table)
     return positions
 
 # %% ../nbs/09_data.ipynb #cb496abf
@@ -317,8 +326,9 @@ class Cursor:
     def __init__(self, name: str, sha256: str, order: KeyedOrder, batch: int, step_batches: int, sample_targets: int):
         check_positive(batch=batch, step_batches=step_batches)
         if order.count < batch * step_batches:
+            shorter = "a shorter context, " if sample_targets > 1 else ""
             raise ValueError(f"{name}: {order.count} samples, one step takes {batch * step_batches} ({step_batches} "
-                             f"micro-batches of {batch}): use a smaller batch, a shorter context or more data")
+                             f"micro-batches of {batch}): use a smaller batch, {shorter}or more data")
         self.name, self.order, self.batch_size, self.step_batches = name, order, batch, step_batches
         self.identity = dict(sha256=sha256, samples=order.count, sample_targets=sample_targets,
                              shuffle=order.shuffle, seed=order.seed)

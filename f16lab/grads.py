@@ -120,10 +120,11 @@ class FlatLayout(BlockTables):
 
     def pad(self, tensors: Mapping[str, Tensor], out: Tensor) -> Tensor:
         """Copies each named tensor to its place in the flat buffer `out` of the same precision; padding is left alone."""
-        for name in self.names:
-            if tensors[name].dtype is not out.dtype:
-                raise ValueError(f"{name} is {tensors[name].dtype}, the buffer is {out.dtype}: cast first")
-            self.view(out, name).copy_(tensors[name])
+        for name, shape in zip(self.names, self.shapes):
+            tensor = tensors[name]
+            if tensor.dtype is not out.dtype or tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, its place is {out.dtype} {list(shape)}")
+            self.view(out, name).copy_(tensor)
         return out
 
 # %% ../nbs/10_grads.ipynb #b3281807

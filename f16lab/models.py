@@ -102,8 +102,7 @@ class Head(Layer):
         p = self.p_
         return ops.linear(hidden, table, p=p.compute, out=p.stable, accum=p.accum, layer=self.path)[..., : self.classes]
 
-    def loss(self, hidden: Tensor, table: Tensor, targets: Tensor, *, weight: float | Tensor,
-             scale: float | Tensor) -> Loss:
+    def loss(self, hidden: Tensor, table: Tensor, targets: Tensor, *, weight: float, scale: float) -> Loss:
         """weight · sum of cross entropies over the targets that are not -100."""
         p = self.p_
         return ops.head_cross_entropy(hidden.flatten(0, -2), table, targets.flatten(), p=p.compute, out=p.stable,
@@ -184,7 +183,7 @@ class Transformer(Model):
         """Token ids [B, T] -> [B, T, vocab_size] in slot `stable` of the head."""
         return self.lm_head(self.hidden(inputs), self.wte.weight)
 
-    def loss(self, inputs: Tensor, targets: Tensor, *, weight: float | Tensor, scale: float | Tensor = 1.0,
+    def loss(self, inputs: Tensor, targets: Tensor, *, weight: float, scale: float = 1.0,
              draw: Draw | None = None) -> Loss:
         """weight · sum of cross entropies; `scale` multiplies the gradient only; `draw` switches dropout on."""
         check_targets(targets, inputs.shape, self.config.vocab_size)
@@ -298,7 +297,7 @@ class MLP(Model):
         for fc in self.fc: x = ops.relu(fc(x), p=fc.p_.compute, layer=fc.path)
         return self.head(self.drop(x, draw), out=self.head.p_.stable)
 
-    def loss(self, inputs: Tensor, targets: Tensor, *, weight: float | Tensor, scale: float | Tensor = 1.0,
+    def loss(self, inputs: Tensor, targets: Tensor, *, weight: float, scale: float = 1.0,
              draw: Draw | None = None) -> Loss:
         """weight · sum of cross entropies over the images; `scale` multiplies the gradient only."""
         check_targets(targets, inputs.shape[:1], self.config.classes)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -51,18 +52,18 @@ def _log(p: Tensor) -> Tensor:
 
 # %% ../nbs/08_nn.ipynb #dbffb5e2
 def inverse_normal(
-    n: Tensor,  # int32, any shape: 32 bits of noise each
+    n: Tensor,  # int32 on the CPU, any shape: 32 bits of noise each
 ) -> Tensor:
     """Standard normal f64 values: the inverse distribution function at (n + 1/2)/2^32 + 1/2.
 
     P. J. Acklam's rational approximation (2003), relative error below 1.2e-9; only + − × ÷ √ in f64 and exact exponent
     splits, so the bits are the same on every machine. The values lie within ±6.34.
     """
-    q = torch.empty(n.shape, dtype=F64.dtype, device=n.device).copy_(n).add_(0.5).mul_(2.0**-32)
+    q = torch.empty(n.shape, dtype=F64.dtype, device="cpu").copy_(n).add_(0.5).mul_(2.0**-32)
     square = q * q
     z = _polynomial(_MIDDLE[0], square).mul_(q).div_(_polynomial(_MIDDLE[1], square))
     tail = (q.abs() > _EDGE).nonzero(as_tuple=True)
-    t = torch.sqrt(_log(0.5 - q[tail].abs()) * -2)
+    t = torch.from_numpy(np.sqrt((_log(0.5 - q[tail].abs()) * -2).numpy()))  # IEEE; torch.sqrt is not
     z[tail] = torch.copysign(_polynomial(_TAIL[0], t) / _polynomial(_TAIL[1], t), q[tail])
     return z
 

@@ -57,7 +57,10 @@ class Precision(Format, Enum):
         return self.tag
 
     def ulp(self, x: float | Tensor) -> float | Tensor:
-        """Distance between neighbours at `x`: constant below the smallest normal and beyond the largest number, NaN unless finite."""
+        """Distance between neighbours at `x`, a float or a tensor of any precision; NaN where `x` is not finite.
+
+        It is constant below the smallest normal number and beyond the largest one.
+        """
         return _ulp(x, self)
 
     @classmethod
@@ -115,7 +118,7 @@ def _integer(p: Precision) -> torch.dtype:
 
 
 def _step(x: Tensor, p: Precision) -> Tensor:
-    """2^(exponent of x, clamped to the binades of p, minus p's mantissa bits); x is f32 or f64 and at least as wide as p."""
+    """2^(exponent of x, clamped to the binades of p, - mantissa bits of p); x is f32 or f64, and holds p."""
     w = Precision.of(x)
     field = (x.view(_integer(w)) >> w.mantissa_bits) & ((1 << w.exponent_bits) - 1)
     binade = field.clamp(p.emin - w.emin + 1, p.emax - w.emin + 1) << w.mantissa_bits
@@ -177,7 +180,7 @@ def from_bits(
 
 # %% ../nbs/00_precision.ipynb #f2ed4a25
 def _round_to_grid(x: Tensor, p: Precision) -> Tensor:
-    """The numbers of `p` nearest to `x` (f32 or f64), still in the dtype of `x`; ties to even, overflow to inf or NaN."""
+    """The numbers of `p` nearest to `x` (f32 or f64), in the dtype of `x`; ties to even, overflow to inf or NaN."""
     step = _step(x, p)
     y = torch.round(x / step) * step  # torch.round takes a tie to the even integer; 0.0 and -0.0 keep their sign
     over = math.inf if p.has_inf else math.nan

@@ -51,11 +51,11 @@ class ByteTokenizer:
         return b"".join(bytes([i]) if i < 256 else mark for i in map(int, ids)).decode(errors="replace")
 
 # %% ../nbs/09a_tokenizer.ipynb #d67047f8
-def optional(module: str, instead: str) -> ModuleType:
+def optional(module: str, instead: str, package: str = "") -> ModuleType:
     """An optional dependency, or an ImportError that says what to do."""
     try: return import_module(module)
     except ImportError:
-        raise ImportError(f"{module} is not installed: pip install {module}, or use {instead}") from None
+        raise ImportError(f"{module} is not installed: pip install {package or module}, or use {instead}") from None
 
 # %% ../nbs/09a_tokenizer.ipynb #e894bd7e
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class BPETokenizer:
         """The library's object."""
         model = optional("tokenizers", "the byte tokenizer").Tokenizer.from_str(self.rules)
         if model.token_to_id(END_OF_TEXT) is None:
-            raise ValueError(f"the rules have no {END_OF_TEXT}, the mark before each document: train them with `f16lab data`")
+            raise ValueError(f"the rules have no {END_OF_TEXT}, which begins a document: train them with `f16lab data`")
         model.encode_special_tokens = True
         return model
 

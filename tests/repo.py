@@ -125,14 +125,26 @@ def exported_lines(cell: dict) -> int:
     return sum(bool(line.strip()) for line in nb.code(cell).splitlines())
 
 
+def shown_soon(cells: list[dict]) -> list[bool]:
+    """For each exported cell that is more than imports, whether one of the next three cells is a lesson that runs."""
+    def lesson(cell: dict) -> bool:
+        return cell["cell_type"] == "code" and cell not in exported and nb.directives(cell).get("eval") != "false"
+
+    exported = [c for c in cells if {"export", "exports", "exporti"} & nb.directives(c).keys()]
+    return [any(map(lesson, cells[i + 1:i + 4])) for i, cell in enumerate(cells)
+            if cell in exported and not re.match(r"(from|import) ", nb.code(cell).lstrip())]
+
+
 def shape() -> str:
-    """The size of the exported cells and the share of prose, in one line."""
+    """The size of the exported cells, the share of them that is shown at work, and of prose, in one line."""
     loaded = [nb.load(path) for path in nb.paths()]
     loaded = [notebook for notebook in loaded if nb.exported(notebook)]
     sizes = sorted(exported_lines(cell) for notebook in loaded for cell in nb.exported(notebook))
     words = sum(len(nb.source(c).split()) for n in loaded for c in n["cells"] if c["cell_type"] == "markdown")
-    if not sizes:
+    lessons = [soon for notebook in loaded for soon in shown_soon(notebook["cells"])]
+    if not lessons:
         return "no exported cells"
     p50, p90 = (sizes[min(len(sizes) - 1, int(len(sizes) * q))] for q in (0.5, 0.9))
     return (f"{len(loaded)} exporting notebooks, {len(sizes)} exported cells of {sum(sizes)} lines: "
-            f"p50 {p50}, p90 {p90}, max {sizes[-1]}; {words / sum(sizes):.1f} words of prose a line")
+            f"p50 {p50}, p90 {p90}, max {sizes[-1]}; {sum(lessons) / len(lessons):.0%} soon shown at work; "
+            f"{words / sum(sizes):.1f} words of prose a line")
