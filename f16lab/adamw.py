@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['METERS', 'S_MIN', 'S_START', 'S_MAX', 'V_HIGH', 'V_LOW', 'FLUSHED_SHARE', 'AdamWConfig', 'bias_corrections',
-           'adamw_update', 'adamw_change', 'store', 'load', 'write_plain', 'write_master', 'write_kahan', 'count',
-           'meter_update', 'meter_moment', 'tensor_stats', 'next_scale', 'store_moment']
+           'square_root_', 'adamw_update', 'adamw_change', 'store', 'load', 'write_plain', 'write_master',
+           'write_kahan', 'count', 'meter_update', 'meter_moment', 'tensor_stats', 'next_scale', 'store_moment']
 
 # %% ../nbs/10a_adamw.ipynb #107791b8
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .cast import _note, convert_recorded
+from .cast import _tell, convert_recorded
 from .events import TensorStat
 from .grads import BlockTables
 from .precision import Precision
@@ -43,6 +44,13 @@ def bias_corrections(t: int, beta1: float, beta2: float) -> tuple[float, float]:
     if t < 1: raise ValueError(f"updates are counted from 1, not {t}")
     return 1 - beta1**t, 1 - beta2**t
 
+# %% ../nbs/10a_adamw.ipynb #d074505c
+def square_root_(x: Tensor) -> Tensor:
+    """The root of each element, in place, correctly rounded on every device."""
+    if not x.is_cpu: return x.sqrt_()
+    np.sqrt(x.numpy(), out=x.numpy())
+    return x
+
 # %% ../nbs/10a_adamw.ipynb #79855884
 def adamw_update(
     theta: Tensor,  # parameter, f32 (f64 for reference runs), any shape; so are g, m, v
@@ -62,7 +70,7 @@ def adamw_update(
     c1, c2 = (torch.as_tensor(c, dtype=m.dtype, device=m.device) for c in (c1, c2))  # x / tensor divides on any device
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * (g * g)
-    change = lr * ((m / c1) / ((v / c2).sqrt() + eps) + wd * theta)
+    change = lr * ((m / c1) / (square_root_(v / c2) + eps) + wd * theta)
     return theta - change, m, v
 
 # %% ../nbs/10a_adamw.ipynb #bddb23eb
@@ -79,7 +87,7 @@ def adamw_change(
     """lr·(m̂/(√v̂ + eps) + wd·theta) with the new moments: what `adamw_update` subtracts, bit for bit. wd None: no decay."""
     m.mul_(beta1).add_(torch.mul(g, 1 - beta1, out=t))
     v.mul_(beta2).add_(torch.mul(g, g, out=t).mul_(1 - beta2))
-    torch.div(v, c2, out=t).sqrt_().add_(eps)
+    square_root_(torch.div(v, c2, out=t)).add_(eps)
     torch.div(m, c1, out=u).div_(t)
     return (u if wd is None else u.add_(torch.mul(theta, wd, out=t))).mul_(lr)
 
@@ -95,7 +103,7 @@ def store(
     """`x` as stored in `p`: rounded once, to nearest or stochastically, and recorded as a cast of operator `adamw`."""
     if noise is None: return convert_recorded(x, p, layer, "adamw", operand, "update", "storage", saturate=saturate)
     if x.dtype is p.dtype: return x
-    _note(layer, "adamw", operand, tuple(x.shape), x.dtype, p.dtype, "update", "storage")
+    _tell(x, p, layer, "adamw", operand, "update", "storage")
     return write_back(x, p, noise, saturate)
 
 
@@ -198,8 +206,8 @@ def next_scale(
     live: Tensor,  # how many v were not 0
 ) -> Tensor:
     """The scale of each tensor's moments for its next step, in [2^6, 2^12]; all on the device."""
-    _, exponent = torch.frexp(top / V_HIGH)  # top = f·V_HIGH·2^exponent with f in [1/2, 1)
-    down = torch.ldexp(S, -torch.div(exponent + 1, 2, rounding_mode="floor"))
+    fraction, exponent = torch.frexp(top / V_HIGH)  # top = fraction·V_HIGH·2^exponent with fraction in [1/2, 1)
+    down = torch.ldexp(S, -torch.div(exponent + (fraction > 0.5), 2, rounding_mode="floor"))
     up = torch.where((flushed > live * FLUSHED_SHARE) & (top <= V_LOW), S * 2, S)
     return torch.where(top > V_HIGH, down, up).clamp(S_MIN, S_MAX)
 

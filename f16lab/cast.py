@@ -8,6 +8,7 @@ __all__ = ['convert_recorded', 'round_in_register', 'Ledger', 'collect_gradient'
 # %% ../nbs/04_cast.ipynb #2ed986f2
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .events import CastRow
 from .precision import Precision, convert
@@ -16,17 +17,20 @@ from .rounding import Key, convert_stochastic
 # %% ../nbs/04_cast.ipynb #0727b8b7
 _listeners: tuple["Ledger", ...] = ()  # rebound, never mutated; empty means that nobody pays for bookkeeping
 
+def _tell(x: Tensor, p: Precision, layer: str, op: str, operand: str, direction: str, reason: str) -> None:
+    """Tell every listener that `x` was cast to `p`."""
+    if torch.compiler.is_compiling(): torch._dynamo.comptime.comptime(_tell_tracing)
+    else: _note(tuple(x.shape), x.dtype, p, layer, op, operand, direction, reason)
 
-def _note(layer: str, op: str, operand: str, shape: tuple[int, ...], src: torch.dtype, dst: torch.dtype,
-          direction: str, reason: str) -> None:
-    """Tell every listener of one cast."""
-    for ledger in _listeners: ledger.note((layer, op, operand, shape, src, dst, direction, reason))
+def _tell_tracing(frame) -> None:
+    """`_tell` while torch.compile traces it: a size that it keeps variable is told as the one it saw."""
+    x, names = frame.get_local("x").as_fake(), ("p", "layer", "op", "operand", "direction", "reason")
+    shape = tuple(n.node.hint if isinstance(n, torch.SymInt) else n for n in x.shape)
+    _note(shape, x.dtype, *(frame.get_local(name).as_python_constant() for name in names))
 
-
-# torch.compile runs a function with this mark once, while tracing, and keeps its result: the ledger of a compiled model is
-# filled at trace time, and the compiled code stays the code that runs when nobody looks. (torch.compiler's decorator does
-# the same, but importing it costs more than the whole package.)
-_note._dynamo_marked_constant = True
+def _note(shape: tuple[int, ...], src: torch.dtype, p: Precision, layer: str, op: str, operand: str, *rest: str) -> None:
+    """Count one cast in every ledger."""
+    for ledger in _listeners: ledger.note((layer, op, operand, shape, src, p.dtype, *rest))
 
 # %% ../nbs/04_cast.ipynb #ef3affbe
 def convert_recorded(
@@ -39,10 +43,12 @@ def convert_recorded(
     reason: str,           # 'operand', 'boundary', 'output', 'grad', 'storage', 'user'
     saturate: bool = False # clamp finite overflow to the largest finite value
 ) -> Tensor:
-    """`x` in precision `p`, recorded; `x` itself if it is there already. Not differentiable: for use inside operators."""
-    if x.dtype is p.dtype: return x
-    y = convert(x, p, saturate=saturate)
-    if _listeners: _note(layer, op, operand, tuple(x.shape), x.dtype, p.dtype, direction, reason)
+    """`x` in precision `p`, recorded; `x` itself if it is there already. Not differentiable: for use in operators."""
+    dtype = p.dtype
+    if x.dtype is dtype: return x
+    wider = x.element_size() < p.bytes and x.is_floating_point()
+    y = x.detach().to(dtype) if wider else convert(x, p, saturate)
+    if _listeners: _tell(x, p, layer, op, operand, direction, reason)
     return y
 
 # %% ../nbs/04_cast.ipynb #aa7ddcfa
@@ -61,7 +67,7 @@ def _row(key: tuple, count: int) -> CastRow:
 
 # %% ../nbs/04_cast.ipynb #598495fa
 class Ledger:
-    """Counts casts while it is open: `with Ledger() as ledger: …; ledger.rows()`. Ledgers nest; each counts for itself."""
+    """Counts casts while it is open: `with Ledger() as ledger: …`. Ledgers nest; each counts for itself."""
 
     def __init__(self, phase: str = "train"):
         self.phase = phase  # 'train', 'eval', 'optimizer': set by whoever runs the step
@@ -114,22 +120,33 @@ def grad_dtype_of(x: Tensor) -> torch.dtype:
 
 # %% ../nbs/04_cast.ipynb #e4706d86
 class _Cast(torch.autograd.Function):
-    """Forward: round to `p` (nearest, or stochastic with a key). Backward: nearest, to the input's gradient precision."""
+    """Forward: round to `p` (nearest, or stochastic with a key). Backward: to nearest, in the input's grad dtype."""
 
     @staticmethod
     def forward(ctx, x, p, grad_dtype, where, saturate, key):
         ctx.where, ctx.grad_precision = where, Precision.of(grad_dtype)
         layer, op, operand, reason = where
         if key is None: return convert_recorded(x, p, layer, op, operand, "forward", reason, saturate)
-        if _listeners: _note(layer, op, operand, tuple(x.shape), x.dtype, p.dtype, "forward", reason)
+        if _listeners: _tell(x, p, layer, op, operand, "forward", reason)
         return convert_stochastic(x, p, key)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         layer, op, operand, reason = ctx.where
-        return convert_recorded(g, ctx.grad_precision, layer, op, operand, "backward", reason), None, None, None, None, None
+        return convert_recorded(g, ctx.grad_precision, layer, op, operand, "backward", reason), *[None] * 5
 
 # %% ../nbs/04_cast.ipynb #c5a97646
+def _check_rounding(p: Precision, rounding: str, key: Key | None) -> None:
+    """ValueError for a target that is no precision and for rounding and key that do not go together."""
+    if not isinstance(p, Precision):
+        raise ValueError(f"cast to {p!r}: p must be a Precision such as F16; Precision.parse reads text")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding={rounding!r}: allowed are 'nearest' and 'stochastic'")
+    if (rounding == "stochastic") != (key is not None):
+        raise ValueError(f"rounding={rounding!r} with key={key!r}: 'stochastic' needs key=Key(…), 'nearest' takes none")
+
+# %% ../nbs/04_cast.ipynb #9b431216
 def cast(
     x: Tensor,                  # any shape, any of the six precisions
     p: Precision,               # target precision
@@ -142,12 +159,10 @@ def cast(
     key: Key | None = None,     # keyed noise: required for 'stochastic', refused otherwise
     saturate: bool = False,     # clamp finite overflow
 ) -> Tensor:
-    """`x` in precision `p`; differentiable, the gradient is cast back (to nearest). Raises ValueError on a bad request."""
-    if not isinstance(p, Precision): raise ValueError(f"cast to {p!r}: p must be a Precision such as F16; parse text first")
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding={rounding!r}: allowed are 'nearest' and 'stochastic'")
-    if (rounding == "stochastic") != (key is not None):
-        raise ValueError(f"rounding={rounding!r} with key={key!r}: stochastic rounding needs key=Key(…), nearest takes none")
+    """`x` in precision `p`; once differentiable, the gradient is cast back, to nearest, as if nothing had been rounded.
+
+    ValueError for a bad request, or if `x` holds no floating-point numbers."""
+    _check_rounding(p, rounding, key)
     if x.dtype is p.dtype: return x
     return _Cast.apply(x, p, grad_dtype_of(x), (layer, op, operand, reason), saturate, key)
 
@@ -163,6 +178,6 @@ class assert_no_casts:
         self._ledger.__exit__()
         rows = self._ledger.rows()
         if kind is None and rows:
-            lines = [f"  {r.count}× {r.layer or '-'} {r.op}({r.operand}) {r.src}→{r.dst} {list(r.shape)} {r.direction}, {r.reason}"
-                     for r in rows]
+            lines = [f"  {r.count}× {r.layer or '-'} {r.op}({r.operand}) {r.src}→{r.dst} {list(r.shape)} {r.direction}, "
+                     f"{r.reason}" for r in rows]
             raise AssertionError("\n".join([f"{self._ledger.count} casts where none were expected:", *lines]))

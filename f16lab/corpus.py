@@ -75,7 +75,7 @@ def text_blocks(file: TextFile, size: int = BLOCK_BYTES) -> Iterator[bytes]:
             block = rest + read
             cut = len(block) if offset + len(block) == file.stop else cut_point(block)
             check_text(block[:cut], file.path, offset)
-            yield block[:cut]
+            if cut: yield block[:cut]
             offset, rest = offset + cut, block[cut:]
 
 # %% ../nbs/09b_corpus.ipynb #ab3319aa

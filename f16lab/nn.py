@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .cast import convert_recorded, round_in_register
+from .cast import collect_gradient, convert_recorded, round_in_register
 from .precision import F32, F64, Precision, WeightFormat, accumulator
 from .profile import PrecisionProfile, storage_of
 from .rounding import Key, Purpose, noise, tensor_ids
@@ -131,8 +131,7 @@ class Layer(nn.Module):
         p = storage_of(self.p_.param)
         for constant in (init.value, init.std): check_constant(constant, p, f"initial value of {self.path}.{name}")
         parameter = nn.Parameter(torch.empty(shape, dtype=p.dtype))
-        parameter.grad_dtype = self.p_.grad.dtype
-        self.register_parameter(name, parameter)
+        self.register_parameter(name, collect_gradient(parameter, self.p_.grad))
         self.inits[name] = init
 
     def extra_repr(self) -> str:

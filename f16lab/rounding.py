@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from .precision import BF16, F16, F32, Precision, convert
+from .precision import BF16, F16, F32, FORMATS, Precision, convert
 
 # %% ../nbs/01_rounding.ipynb #013cc558
 _M1, _M2, _M3 = 0xD2A80A3F, 0x6C736F4B, 0x1B56C4F5  # the multipliers of squirrel_noise5
@@ -120,20 +120,17 @@ class Key:
         return squirrel_noise5(int(self.tensor_id), use)
 
 # %% ../nbs/01_rounding.ipynb #f8b26513
-CHUNK = 1 << 17  # elements worked on at a time: int32 scratch that stays in the cache
+CHUNK = 1 << 17  # elements worked on at a time on the CPU: int32 scratch that stays in the cache
 
 
-def _ramp(n: int, device: torch.device | str) -> Tensor:
-    """position·M1 of positions 0 … n - 1."""
-    return torch.arange(n, dtype=torch.int32, device=device).mul_(_int32(_M1))
+def _in_chunks(x: Tensor) -> bool:
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
-def _noise_into(out: Tensor, ka: int, start: int, ramp: Tensor, scratch: Tensor) -> Tensor:
-    """The noise of the indices from `start` on, all with the same upper half, into int32 `out`."""
-    kb, scratch = squirrel_noise5(start >> 32, ka), scratch[: len(out)]
-    torch.add(ramp[: len(out)], _int32((start & 0xFFFFFFFF) * _M1 + ka), out=out)
-    _mix_(out, scratch)
-    return _mix_(out.mul_(_int32(_M1)).add_(_int32(kb)), scratch)
+def _scratch(n: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """What filling takes: position·M1 of positions 0 … n - 1, and room for as many shifted values."""
+    ramp = torch.arange(n, dtype=torch.int32, device=device).mul_(_int32(_M1))
+    return ramp, torch.empty_like(ramp)
 
 
 def _pieces(start: int, n: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -143,6 +140,16 @@ def _pieces(start: int, n: int, chunk: int) -> Iterator[tuple[int, int]]:
         size = min(chunk, n - at, (1 << 32) - (start + at) % (1 << 32))
         yield at, size
         at += size
+
+
+def _fill(out: Tensor, ka: int, start: int, ramp: Tensor, room: Tensor) -> Tensor:
+    """The noise of the indices from `start` on into int32 `out`."""
+    for at, size in _pieces(start, len(out), len(ramp)):
+        m, shifted, index = out[at : at + size], room[:size], start + at
+        torch.add(ramp[:size], _int32((index & 0xFFFFFFFF) * _M1 + ka), out=m)
+        _mix_(m, shifted)
+        _mix_(m.mul_(_int32(_M1)).add_(_int32(squirrel_noise5(index >> 32, ka))), shifted)
+    return out
 
 # %% ../nbs/01_rounding.ipynb #05790203
 def noise(
@@ -155,14 +162,14 @@ def noise(
 
     sq(sq(index mod 2^32, kA), kB) with kA = key.a and kB = sq(index div 2^32, kA), sq = `squirrel_noise5`.
     """
-    if not (n >= 0 and 0 <= start <= (1 << 63) - n):
-        raise ValueError(f"noise() needs n >= 0 and indices in [0, 2^63), not start={start} and n={n}")
+    _check_indices(start, n)
     out = torch.empty(n, dtype=torch.int32, device=device)
-    chunk = max(1, min(n, CHUNK) if out.is_cpu else n)
-    ramp, scratch, ka = _ramp(chunk, device), torch.empty(chunk, dtype=torch.int32, device=device), key.a
-    for at, size in _pieces(start, n, chunk):
-        _noise_into(out[at : at + size], ka, start + at, ramp, scratch)
-    return out
+    return _fill(out, key.a, start, *_scratch(min(n, CHUNK) if _in_chunks(out) else n, device))
+
+
+def _check_indices(start: int, n: int) -> None:
+    if not (n >= 0 and 0 <= start <= (1 << 63) - n):
+        raise ValueError(f"noise needs n >= 0 and indices in [0, 2^63), not start={start} and n={n}")
 
 # %% ../nbs/01_rounding.ipynb #d3eab18b
 def noise_blocks(
@@ -176,8 +183,8 @@ def noise_blocks(
     kb = squirrel_noise5(first >> 32, ka)[:, None]
     inner = (first.to(torch.int32) * _int32(_M1) + ka)[:, None]
     out = torch.empty(len(ka), 1024, dtype=torch.int32, device=ka.device)
-    rows = min(CHUNK // 1024, len(ka)) if out.is_cpu else len(ka)
-    ramp, scratch = _ramp(1024, ka.device), torch.empty(rows, 1024, dtype=torch.int32, device=ka.device)
+    rows = min(CHUNK // 1024, len(ka)) if _in_chunks(out) else len(ka)
+    ramp, scratch = _scratch(1024, ka.device)[0], torch.empty(rows, 1024, dtype=torch.int32, device=ka.device)
     for at in range(0, len(ka), max(rows, 1)):
         m, s = out[at : at + rows], slice(at, at + rows)
         _mix_(torch.add(ramp, inner[s], out=m), scratch[: len(m)])
@@ -187,15 +194,15 @@ def noise_blocks(
 # %% ../nbs/01_rounding.ipynb #cb315ba8
 def _by_rule(x: Tensor, p: Precision, n: Tensor) -> Tensor:
     """The rule as it reads, for f32 `x` and any target; each operation is exact, none branches on a value."""
-    a = x.abs()
+    a, top = x.abs(), FORMATS[p.tag].max
     step = p.ulp(a)
     q = torch.floor(a / step)
     width = 16 if p is BF16 else 32
     fraction = torch.floor((a / step - q) * 2.0**width)
     up = fraction.to(torch.float64) > (n.to(torch.int64) & ((1 << width) - 1))
-    y = ((q + up) * step).clamp(max=p.max)
-    y = torch.where(a.to(torch.float64) < p.max + p.ulp(p.max), y, a)
-    return convert(torch.copysign(y, x), p)
+    y = ((q + up) * step).clamp(max=top)
+    y = torch.where(a.to(torch.float64) < top + p.ulp(top), y, a)
+    return convert(torch.where(x.view(torch.int32) < 0, -y, y), p)
 
 # %% ../nbs/01_rounding.ipynb #689b04c1
 def _by_carry(x: Tensor, n: Tensor, bits: int) -> Tensor:
@@ -216,7 +223,11 @@ def _rare(x: Tensor, p: Precision, inside: bool) -> Tensor:
     return ~(x.abs() < p.max)
 
 
-def _chunk_into(out: Tensor, x: Tensor, p: Precision, n: Tensor) -> None:
+def _round_into(out: Tensor, x: Tensor, p: Precision, n: Tensor) -> None:
+    """A piece of a flat f32 tensor, not empty, into `out`."""
+    if p.bytes == 1:
+        out.copy_(_by_rule(x, p, n))
+        return
     out.copy_(_by_carry(x, n, 23 - p.mantissa_bits))
     low, high = torch.aminmax(x)
     inside = -p.max < low.item() and high.item() < p.max  # false if there is a NaN
@@ -243,13 +254,12 @@ def round_stochastic(
     if p.holds(Precision.of(x)):
         return convert(x, p)
     x = convert(x, F32).detach()
-    if p.bytes == 1 or not x.is_cpu or torch.compiler.is_compiling():
+    if not _in_chunks(x):
         return _by_rule(x, p, n)
-    out = torch.empty(x.shape, dtype=p.dtype)
-    chunks = (t.reshape(-1).split(CHUNK) for t in (x, n))
-    for o, xs, ns in zip(out.view(-1).split(CHUNK), *chunks) if x.numel() else ():
-        _chunk_into(o, xs, p, ns)
-    return out
+    out, flat, n = torch.empty(x.numel(), dtype=p.dtype), x.reshape(-1), n.reshape(-1)
+    for i in range(0, len(flat), CHUNK):
+        _round_into(out[i : i + CHUNK], flat[i : i + CHUNK], p, n[i : i + CHUNK])
+    return out.view(x.shape)
 
 
 def _check_stochastic(x: Tensor) -> None:
@@ -266,16 +276,19 @@ def convert_stochastic(
 ) -> Tensor:
     """`x` in precision `p`, rounded stochastically with the `noise` of its elements under `key`."""
     _check_stochastic(x)
+    _check_indices(start, x.numel())
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, not {chunk}")
     if p.holds(Precision.of(x)):
         return convert(x, p)
-    flat = x.detach().reshape(-1)
-    chunk = chunk if x.is_cpu else max(1, len(flat))
-    out = torch.empty(len(flat), dtype=p.dtype, device=x.device)
+    if not _in_chunks(x):
+        return round_stochastic(x, p, noise(key, start, x.numel(), x.device).view(x.shape))
+    flat, ka, chunk = x.detach().reshape(-1), key.a, min(chunk, max(x.numel(), 1))
+    out, n = torch.empty(len(flat), dtype=p.dtype), torch.empty(chunk, dtype=torch.int32)
+    ramp, room = _scratch(chunk, "cpu")
     for i in range(0, len(flat), chunk):
-        part = flat[i : i + chunk]
-        out[i : i + chunk] = round_stochastic(part, p, noise(key, start + i, len(part), x.device))
+        part = convert(flat[i : i + chunk], F32)
+        _round_into(out[i : i + chunk], part, p, _fill(n[: len(part)], ka, start + i, ramp, room))
     return out.view(x.shape)
 
 # %% ../nbs/01_rounding.ipynb #c4ae4fe8
