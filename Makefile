@@ -1,8 +1,8 @@
 # make demo | test | lab | docs. Each sets up what it needs in .venv first; nothing else is required but Python >= 3.11.
 PYTHON ?= python3
 VENV   ?= .venv
-# Named first and exactly, because an open range takes the largest CUDA build. For a GPU, name the build you want:
-# make lab TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130". A torch already in .venv is kept.
+# Named first and exactly, because an open range may take the largest CUDA build. For another build give pip's words for
+# it: make demo TORCH="torch==2.13.0 --index-url ...". A torch that is already in .venv is kept.
 TORCH  ?= torch==2.13.0
 # The text form of one notebook: make py N=07_ops, edit $(TEXT)/07_ops.py, make nb N=07_ops.
 TEXT   ?= _text

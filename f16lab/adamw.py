@@ -207,7 +207,8 @@ def next_scale(
 ) -> Tensor:
     """The scale of each tensor's moments for its next step, in [2^6, 2^12]; all on the device."""
     fraction, exponent = torch.frexp(top / V_HIGH)  # top = fraction·V_HIGH·2^exponent with fraction in [1/2, 1)
-    down = torch.ldexp(S, -torch.div(exponent + (fraction > 0.5), 2, rounding_mode="floor"))
+    halvings = (exponent + (fraction > 0.5)) >> 1
+    down = S * ((127 - halvings) << 23).view(torch.float32)  # times 2^-halvings, by its bit pattern
     up = torch.where((flushed > live * FLUSHED_SHARE) & (top <= V_LOW), S * 2, S)
     return torch.where(top > V_HIGH, down, up).clamp(S_MIN, S_MAX)
 

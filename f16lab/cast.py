@@ -28,7 +28,7 @@ def _tell_tracing(frame) -> None:
     shape = tuple(n.node.hint if isinstance(n, torch.SymInt) else n for n in x.shape)
     _note(shape, x.dtype, *(frame.get_local(name).as_python_constant() for name in names))
 
-def _note(shape: tuple[int, ...], src: torch.dtype, p: Precision, layer: str, op: str, operand: str, *rest: str) -> None:
+def _note(shape: tuple, src: torch.dtype, p: Precision, layer: str, op: str, operand: str, *rest: str) -> None:
     """Count one cast in every ledger."""
     for ledger in _listeners: ledger.note((layer, op, operand, shape, src, p.dtype, *rest))
 
@@ -178,6 +178,6 @@ class assert_no_casts:
         self._ledger.__exit__()
         rows = self._ledger.rows()
         if kind is None and rows:
-            lines = [f"  {r.count}× {r.layer or '-'} {r.op}({r.operand}) {r.src}→{r.dst} {list(r.shape)} {r.direction}, "
-                     f"{r.reason}" for r in rows]
+            lines = [f"  {r.count}× {r.layer or '-'} {r.op}({r.operand}) {r.src}→{r.dst} {list(r.shape)} "
+                     f"{r.direction}, {r.reason}" for r in rows]
             raise AssertionError("\n".join([f"{self._ledger.count} casts where none were expected:", *lines]))

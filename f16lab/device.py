@@ -186,13 +186,10 @@ def _products(*precisions: Precision) -> tuple[Candidate, ...]:
             *(Candidate("matmul", side, lambda a, b: a @ b.t(), ask_product, **last) for side in sides),
             *(Candidate("batched_matmul", side, stacked, ask_product, **last) for side in sides))
 
-def _table_back(g: Tensor, ids: Tensor, rows: int) -> Tensor: return _aten.embedding_dense_backward(g, ids, rows, -1, False)
-def _last_sum(x: Tensor) -> Tensor: return x.sum(-1)
-def _last_mean(x: Tensor) -> Tensor: return x.mean(-1)
-
+_table_back = lambda g, ids, rows: _aten.embedding_dense_backward(g, ids, rows, -1, False)
 ROWS_ADDED = Candidate("gather_rows", "backward", _table_back, ask_rows_added)
-SUMS = (*(Candidate(op, "forward", _last_sum, partial(ask_sum, False)) for op in ("row_sum", "total")),
-        Candidate("mean", "forward", _last_mean, partial(ask_sum, True)))
+SUMS = (*(Candidate(op, "forward", lambda x: x.sum(-1), partial(ask_sum, False)) for op in ("row_sum", "total")),
+        Candidate("mean", "forward", lambda x: x.mean(-1), partial(ask_sum, True)))
 
 def candidates(kind: str) -> tuple[Candidate, ...]:
     """What is asked on a device kind; nothing on one that we do not know: all its half operators go by the boundary."""
@@ -295,7 +292,7 @@ def _one_line(e: Exception, limit: int = 160) -> str:
 def cupy_finding() -> Finding:
     """Whether CuPy (our kernels) can be used, and the CUDA versions of both sides."""
     if importlib.util.find_spec("cupy") is None:
-        return Finding("cupy", "missing", "CuPy is not installed: no CUDA kernels; pip install f16lab[cuda13] or [cuda12]")
+        return Finding("cupy", "missing", "CuPy is not installed: no CUDA kernels; install f16lab[cuda13] or [cuda12]")
     try:
         import cupy
         version = cupy.cuda.runtime.runtimeGetVersion()
@@ -320,11 +317,11 @@ def table_findings(kind: str) -> tuple[Finding, ...]:
     """Which operators run natively on a device kind, per precision; which were refused and why; known limits."""
     table, out = table_for(kind), []
     for p in (F16, BF16):
-        ops = sorted({f"{op}{'' if direction == 'forward' else '←'}" for (op, direction, q), _ in table.paths if q is p})
+        ops = sorted({op + "←" * (side == "backward") for (op, side, q), _ in table.paths if q is p})
         named = ", ".join(ops) or "nothing"
         out.append(Finding(f"{kind} {p.tag}", "info", f"native: {named}; all else at the boundary (← = backward)"))
-    told = (("refused", table.why), ("limit", table.notes))
-    return (*out, *(Finding(f"{kind} {what}", "info", f"{name}: {text}") for what, lines in told for name, text in lines))
+    told = [("refused", *line) for line in table.why] + [("limit", *line) for line in table.notes]
+    return (*out, *(Finding(f"{kind} {what}", "info", f"{name}: {text}") for what, name, text in told))
 
 # %% ../nbs/05_device.ipynb #5fb58979
 def doctor() -> tuple[Finding, ...]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cast import round_in_register
-from .operators import Operator, apply_operator
-from .precision import F16, F32, Precision
+from .operators import Operator, apply_operator, precision_of
+from .precision import F16, F32, Precision, accumulator
 
 # %% ../nbs/06b_matmul.ipynb #50dc0d6b
 def product(
@@ -23,7 +23,7 @@ def product(
     chunk: int = 64,          # terms added in f32 before a rounding, for accum=F16
 ) -> Tensor:
     """`a @ b` in work precision; with accum=F16 every 64-term partial sum and the running sum are rounded to f16."""
-    if accum is not F16: return a @ b
+    if accum is not F16 or a.shape[-1] == 0: return a @ b
     total = None
     for k in range(0, a.shape[-1], chunk):
         part = round_in_register(a[..., k:k + chunk] @ b[..., k:k + chunk, :], F16)
@@ -32,8 +32,8 @@ def product(
 
 # %% ../nbs/06b_matmul.ipynb #38b4cf49
 def _sum_rows(g: Tensor) -> Tensor:
-    """Sum over all axes but the last."""
-    return g.reshape(-1, g.shape[-1]).sum(0)
+    """Sum over all axes but the last, in work precision also where `g` is half."""
+    return g.reshape(-1, g.shape[-1]).sum(0, dtype=accumulator(Precision.of(g)).dtype)
 
 def _linear_plain(x, w, b, accum=F32): return F.linear(x, w, b)
 
@@ -51,10 +51,11 @@ def _linear_backward(g, xs, statistics, needs, shapes, accum=F32):
 LINEAR = Operator("linear", ("x", "weight", "bias"), _linear_plain, _linear_forward, _linear_backward, (True, True, False))
 
 # %% ../nbs/06b_matmul.ipynb #d7c0cf0b
-def _accumulation(accum: Precision, p: Precision | None) -> dict:
+def _accumulation(accum: Precision, p: Precision | None, *tensors: Tensor) -> dict:
     """Options for the accumulator; f32 and f64 operators never accumulate lower than themselves."""
-    if accum not in (F16, F32): raise ValueError(f"accum={accum}: allowed are F32 and F16")
-    return {"accum": accum} if accum is F16 and p is not None and p.bits <= 16 else {}
+    if accum is F32: return {}
+    if accum is not F16: raise ValueError(f"accum={accum}: allowed are F32 and F16")
+    return {"accum": F16} if precision_of(p, *tensors).bits <= 16 else {}
 
 # %% ../nbs/06b_matmul.ipynb #d6abcf08
 def linear(
@@ -70,7 +71,7 @@ def linear(
     """`x wᵀ + b` [..., O]: operands in `p`, accumulated in `accum`, rounded once to `out`."""
     if x.shape[-1] != w.shape[-1]:
         raise ValueError(f"linear: x has {x.shape[-1]} features, the weight {tuple(w.shape)} takes {w.shape[-1]}")
-    return apply_operator(LINEAR, p, layer, _accumulation(accum, p), x, w, b, out=out)
+    return apply_operator(LINEAR, p, layer, _accumulation(accum, p, x, w), x, w, b, out=out)
 
 # %% ../nbs/06b_matmul.ipynb #4afbf7a8
 def _matmul_plain(a, b, accum=F32, alpha=1.0): return a @ b if alpha == 1 else (a @ b) * alpha
@@ -86,15 +87,15 @@ def _matmul_backward(g, xs, statistics, needs, shapes, accum=F32, alpha=1.0):
     return (ga, gb) if alpha == 1 else tuple(None if y is None else y * alpha for y in (ga, gb))
 
 MATMUL = Operator("matmul", ("a", "b"), _matmul_plain, _matmul_forward, _matmul_backward)
-BATCHED_MATMUL = Operator("batched_matmul", ("a", "b"), _matmul_plain, _matmul_forward, _matmul_backward)
+BATCHED_MATMUL = Operator("batched_matmul", ("a", "b"), _matmul_plain, _matmul_forward, _matmul_backward, fixed_axes=2)
 
 # %% ../nbs/06b_matmul.ipynb #5d8f8aaa
 def matmul(a: Tensor, b: Tensor, *, p: Precision | None = None, alpha: float = 1.0, accum: Precision = F32,
            layer: str = "") -> Tensor:
     """`alpha · a b` for a [M, K], b [K, N]: operands in `p`, accumulated in `accum`, rounded once."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"matmul: shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; [M, K] and [K, N] do")
-    return apply_operator(MATMUL, p, layer, {"alpha": alpha, **_accumulation(accum, p)}, a, b)
+        raise ValueError(f"matmul: {tuple(a.shape)} and {tuple(b.shape)} do not multiply; [M, K] and [K, N] do")
+    return apply_operator(MATMUL, p, layer, {"alpha": alpha, **_accumulation(accum, p, a, b)}, a, b)
 
 # %% ../nbs/06b_matmul.ipynb #700c7484
 def batched_matmul(a: Tensor, b: Tensor, *, p: Precision | None = None, transpose_b: bool = False, alpha: float = 1.0,
@@ -102,8 +103,9 @@ def batched_matmul(a: Tensor, b: Tensor, *, p: Precision | None = None, transpos
     """`alpha · a b` for a [..., M, K], b [..., K, N] (or [..., N, K] with transpose_b); leading axes broadcast."""
     b = b.mT if transpose_b else b
     if a.dim() < 3 or b.dim() < 3 or a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"batched_matmul: shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; [..., M, K] and [..., K, N] do")
-    return apply_operator(BATCHED_MATMUL, p, layer, {"alpha": alpha, **_accumulation(accum, p)}, a, b)
+        raise ValueError(f"batched_matmul: {tuple(a.shape)} and {tuple(b.shape)} do not multiply; "
+                         f"[..., M, K] and [..., K, N] do")
+    return apply_operator(BATCHED_MATMUL, p, layer, {"alpha": alpha, **_accumulation(accum, p, a, b)}, a, b)
 
 # %% ../nbs/06b_matmul.ipynb #f840bb12
 def _conv_plain(x, w, b, stride=1, padding=0): return F.conv2d(x, w, b, stride=stride, padding=padding)
@@ -111,17 +113,19 @@ def _conv_plain(x, w, b, stride=1, padding=0): return F.conv2d(x, w, b, stride=s
 def _conv_backward(g, xs, statistics, needs, shapes, stride=1, padding=0):
     x, w, _ = xs
     bias_size = [w.shape[0]] if needs[2] else None
-    return torch.ops.aten.convolution_backward(g, x, w, bias_size, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(needs))
+    steps = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1  # …, dilation, not transposed, its padding, groups
+    return torch.ops.aten.convolution_backward(g, x, w, bias_size, *steps, list(needs))
 
-CONV2D = Operator("conv2d", ("x", "weight", "bias"), _conv_plain, lambda *xs, **o: (_conv_plain(*xs, **o), ()), _conv_backward,
-                  (True, True, False))
+CONV2D = Operator("conv2d", ("x", "weight", "bias"), _conv_plain, lambda *xs, **o: (_conv_plain(*xs, **o), ()),
+                  _conv_backward, (True, True, False))
 
 # %% ../nbs/06b_matmul.ipynb #59f2a1e9
 def conv2d(x: Tensor, w: Tensor, b: Tensor | None = None, *, p: Precision | None = None, stride: int = 1, padding: int = 0,
            layer: str = "") -> Tensor:
     """2-D convolution of x [B, I, H, W] with w [O, I, kh, kw], bias [O]: f32 accumulation, rounded once."""
     if x.dim() != 4 or w.dim() != 4 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"conv2d: x {tuple(x.shape)} and weight {tuple(w.shape)} do not fit; [B, I, H, W] and [O, I, kh, kw] do")
+        raise ValueError(f"conv2d: x {tuple(x.shape)} and weight {tuple(w.shape)} do not fit; "
+                         f"[B, I, H, W] and [O, I, kh, kw] do")
     return apply_operator(CONV2D, p, layer, {"stride": stride, "padding": padding}, x, w, b)
 
 # %% ../nbs/06b_matmul.ipynb #4e41d9d2
@@ -132,7 +136,8 @@ def _pool_forward(x, size=2):
     return y, (places,)
 
 def _pool_backward(g, xs, statistics, needs, shapes, size=2):
-    return (torch.ops.aten.max_pool2d_with_indices_backward(g, xs[0], [size] * 2, [size] * 2, [0, 0], [1, 1], False, statistics[0]),)
+    window = [size] * 2, [size] * 2, [0, 0], [1, 1], False  # size, stride, padding, dilation, ceil mode
+    return (torch.ops.aten.max_pool2d_with_indices_backward(g, xs[0], *window, statistics[0]),)
 
 MAX_POOL2D = Operator("max_pool2d", ("x",), _pool_plain, _pool_forward, _pool_backward)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ModelConfig', 'TransformerConfig', 'GPTConfig', 'EncoderConfig', 'Head', 'check_ids', 'check_tokens', 'Model',
-           'Transformer', 'embedded', 'rope_buffer', 'check_targets', 'transformer_flops', 'GPT', 'Encoder',
+           'embedded', 'rope_buffer', 'check_targets', 'transformer_flops', 'Transformer', 'GPT', 'Encoder',
            'MLPConfig', 'CNNConfig', 'as_images', 'MLP', 'CNN', 'Built', 'model_class', 'build', 'model_config',
            'generate']
 
@@ -150,6 +150,33 @@ class Model(Layer):
         """All parameters, padding included, tied ones once."""
         return sum(p.numel() for _, p in named_parameters_once(self))
 
+# %% ../nbs/08a_models.ipynb #82691fd1
+def embedded(model: "Transformer", ids: Tensor) -> Tensor:
+    """Token plus position vectors [B, T, C] in slot `compute` (then normalised, with Peri-LN)."""
+    x = model.wte(ids)
+    if model.wpe is not None:
+        places = model.wpe(torch.arange(ids.shape[1], device=ids.device))
+        x = ops.add(x, places, p=model.p_.compute, layer=model.path)
+    return x if model.ln_emb is None else model.ln_emb(x)
+
+
+def rope_buffer(config: TransformerConfig, device: torch.device) -> Tensor:
+    """cos and sin [2, context, head size / 2] of the angles by which rotary positions turn queries and keys."""
+    return torch.stack(ops.rope_table(config.context, config.channels // config.heads, device=device))
+
+
+def check_targets(targets: Tensor, shape: torch.Size, classes: int) -> None:
+    """ValueError unless there is one class (or -100) for each input."""
+    if targets.shape != shape:
+        raise ValueError(f"targets have shape {list(targets.shape)}, these inputs need {list(shape)}: one each")
+    check_ids(targets, classes, "targets", spare=-100)
+
+
+def transformer_flops(config: TransformerConfig, parameters: int) -> int:
+    """Forward and backward of one token: 6·P + 6·L·C·T, P all parameters, T the context (Kaplan et al., "Scaling Laws
+    for Neural Language Models", arXiv 2001.08361, section 2.1). An encoder sees the whole square: 12·L·C·T."""
+    return 6 * parameters + (6 if config.causal else 12) * config.layers * config.channels * config.context
+
 # %% ../nbs/08a_models.ipynb #aa4faf7a
 class Transformer(Model):
     """Tokens [B, T] to hidden states, logits, loss. `wte` is embedding table and head (tied)."""
@@ -192,33 +219,6 @@ class Transformer(Model):
     def flops_per_token(self) -> int:
         """See `transformer_flops`."""
         return transformer_flops(self.config, self.num_parameters())
-
-# %% ../nbs/08a_models.ipynb #82691fd1
-def embedded(model: Transformer, ids: Tensor) -> Tensor:
-    """Token plus position vectors [B, T, C] in slot `compute` (then normalised, with Peri-LN)."""
-    x = model.wte(ids)
-    if model.wpe is not None:
-        places = model.wpe(torch.arange(ids.shape[1], device=ids.device))
-        x = ops.add(x, places, p=model.p_.compute, layer=model.path)
-    return x if model.ln_emb is None else model.ln_emb(x)
-
-
-def rope_buffer(config: TransformerConfig, device: torch.device) -> Tensor:
-    """cos and sin [2, context, head size / 2] of the angles by which rotary positions turn queries and keys."""
-    return torch.stack(ops.rope_table(config.context, config.channels // config.heads, device=device))
-
-
-def check_targets(targets: Tensor, shape: torch.Size, classes: int) -> None:
-    """ValueError unless there is one class (or -100) for each input."""
-    if targets.shape != shape:
-        raise ValueError(f"targets have shape {list(targets.shape)}, these inputs need {list(shape)}: one each")
-    check_ids(targets, classes, "targets", spare=-100)
-
-
-def transformer_flops(config: TransformerConfig, parameters: int) -> int:
-    """Forward and backward of one token: 6·P + 6·L·C·T, P all parameters, T the context (Kaplan et al., "Scaling Laws
-    for Neural Language Models", arXiv 2001.08361, section 2.1). An encoder sees the whole square: 12·L·C·T."""
-    return 6 * parameters + (6 if config.causal else 12) * config.layers * config.channels * config.context
 
 # %% ../nbs/08a_models.ipynb #b96dd027
 class GPT(Transformer):
@@ -281,7 +281,7 @@ class MLP(Model):
         self.fc = nn.ModuleList(block_linear(n, m, profile, f"fc.{i}", std=math.sqrt(2 / n))
                                 for i, (n, m) in enumerate(zip(sizes, sizes[1:])))
         self.drop = Dropout(config.dropout, profile, "drop")
-        self.head = Linear(sizes[-1], config.classes, profile, "head", std=math.sqrt(1 / sizes[-1]))
+        self.head = Linear(sizes[-1], config.classes, profile, "head")
 
     def add_features(self, profile: PrecisionProfile) -> int:
         """Layers in front of the linear ones (none here); returns how many numbers they hand on."""

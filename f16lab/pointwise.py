@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cast import convert_recorded
-from .operators import Operator, apply_operator
+from .cast import cast, convert_recorded
+from .operators import Operator, apply_operator, precision_of
 from .precision import Precision, accumulator
-from .profile import resolve
 from .rounding import Key, noise
 
 # %% ../nbs/06c_pointwise.ipynb #5c65a0da
@@ -28,7 +27,7 @@ def _fit(grads: tuple, needs: tuple, shapes: list) -> tuple:
 def _binary(name: str, f: Callable[[Tensor, Tensor], Tensor], grads: Callable[..., tuple], saves: tuple[bool, bool]) -> Operator:
     """An operator of two broadcasting tensors from its value and its two partial products with g."""
     return Operator(name, ("a", "b"), f, lambda a, b: (f(a, b), ()),
-                    lambda g, xs, statistics, needs, shapes: _fit(grads(g, *xs), needs, shapes), saves)
+                    lambda g, xs, statistics, needs, shapes: _fit(grads(g, *xs), needs, shapes), saves, fixed_axes=0)
 
 # %% ../nbs/06c_pointwise.ipynb #2fff99aa
 ADD = _binary("add", torch.add, lambda g, a, b: (g, g), (False, False))
@@ -63,11 +62,11 @@ def scale(x: Tensor, s: float, *, p: Precision | None = None, layer: str = "") -
 # %% ../nbs/06c_pointwise.ipynb #40d729eb
 def _unary(name: str, f: Callable[[Tensor], Tensor], grad: Callable[[Tensor, Tensor], Tensor]) -> Operator:
     """An operator of one tensor from its value f(x) and grad(g, x)."""
-    return Operator(name, ("x",), f, lambda x: (f(x), ()), lambda g, xs, statistics, needs, shapes: (grad(g, xs[0]),))
+    return Operator(name, ("x",), f, lambda x: (f(x), ()), lambda g, xs, *_: (grad(g, xs[0]),))
 
 def _gelu(x: Tensor) -> Tensor: return F.gelu(x, approximate="tanh")
 
-RELU = _unary("relu", torch.relu, lambda g, x: g * (x > 0))
+RELU = _unary("relu", torch.relu, lambda g, x: torch.ops.aten.threshold_backward(g, x, 0))
 GELU = _unary("gelu", _gelu, lambda g, x: torch.ops.aten.gelu_backward(g, x, approximate="tanh"))
 SILU = _unary("silu", F.silu, lambda g, x: torch.ops.aten.silu_backward(g, x))
 TANH = _unary("tanh", torch.tanh, lambda g, x: torch.ops.aten.tanh_backward(g, torch.tanh(x)))
@@ -108,7 +107,9 @@ def sqrt(x: Tensor, *, p: Precision | None = None, layer: str = "") -> Tensor:
 # %% ../nbs/06c_pointwise.ipynb #77bc3ffd
 def _swiglu(x, gate): return x * F.silu(gate)
 
-SWIGLU = _binary("swiglu", _swiglu, lambda g, x, gate: (g * F.silu(gate), torch.ops.aten.silu_backward(g * x, gate)), (True, True))
+def _swiglu_grads(g, x, gate): return g * F.silu(gate), torch.ops.aten.silu_backward(g * x, gate)
+
+SWIGLU = _binary("swiglu", _swiglu, _swiglu_grads, (True, True))
 
 def swiglu(x: Tensor, gate: Tensor, *, p: Precision | None = None, layer: str = "") -> Tensor:
     """`x · silu(gate)` (Shazeer, arXiv 2002.05202), one rounding."""
@@ -128,15 +129,15 @@ def _read(x: Tensor, p: Precision, layer: str, op: str, operand: str) -> Tensor:
 # %% ../nbs/06c_pointwise.ipynb #f1d14f05
 @torch.no_grad()
 def add_(target: Tensor, x: Tensor, *, p: Precision | None = None, layer: str = "") -> Tensor:
-    """`target += x`: the sum is rounded to `p`, then cast to the target's storage, which cannot change. Not differentiable."""
-    p = resolve(p, (Precision.of(target), Precision.of(x)))
+    """`target += x`: the sum is rounded to `p`, then cast to the target's storage, which stays. Not differentiable."""
+    p = precision_of(p, target, x)
     y = _read(target, p, layer, "add_", "target") + _read(x, p, layer, "add_", "x")
     return _into(target, y, p, layer, "add_")
 
 @torch.no_grad()
 def scale_(target: Tensor, s: float, *, p: Precision | None = None, layer: str = "") -> Tensor:
-    """`target *= s`: rounded to `p`, then cast to the target's storage, which cannot change. Not differentiable."""
-    p = resolve(p, (Precision.of(target),))
+    """`target *= s`: rounded to `p`, then cast to the target's storage, which stays. Not differentiable."""
+    p = precision_of(p, target)
     return _into(target, _read(target, p, layer, "scale_", "target") * s, p, layer, "scale_")
 
 # %% ../nbs/06c_pointwise.ipynb #f0d70df3
@@ -157,7 +158,7 @@ def dropout(
 ) -> Tensor:
     """`x` with a keyed share `rate` of its elements 0 and the rest scaled by 1/(1 − rate)."""
     if not 0 <= rate < 1: raise ValueError(f"dropout rate {rate}: allowed is 0 ≤ rate < 1")
-    if rate == 0: return x
-    limit = round(rate * 2**32) - 2**31  # compare unsigned noise by flipping its top bit
+    if rate == 0: return cast(x, precision_of(p, x), layer=layer, op="dropout", reason="operand")
+    limit = min(round(rate * 2**32), 2**32 - 1) - 2**31  # compare unsigned noise by flipping its top bit
     keep = (noise(key, start, x.numel(), device=x.device) ^ -2**31) >= limit
     return apply_operator(DROPOUT, p, layer, {"rate": rate}, x, keep.view(x.shape))

@@ -96,7 +96,7 @@ class Precision(Enum):
         return _of_dtype(x.dtype if isinstance(x, Tensor) else x)
 
 # %% ../nbs/00_precision.ipynb #1a1a796e
-E4M3, E5M2, F16, BF16, F32, F64 = Precision
+E4M3, E5M2, F16, BF16, F32, F64 = _ORDER = tuple(Precision)
 
 # %% ../nbs/00_precision.ipynb #e465bd62
 _TAGS = ", ".join(FORMATS)
@@ -127,7 +127,7 @@ def promote(*ps: Precision) -> Precision:
     if all(p is first for p in ps):
         return first
     ps = [Precision.parse(p) for p in ps]
-    return next(q for q in Precision if all(q.holds(p) for p in ps))
+    return next(q for q in _ORDER if all(q.holds(p) for p in ps))
 
 
 def accumulator(p: Precision) -> Precision:

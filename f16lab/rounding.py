@@ -202,7 +202,7 @@ def _by_rule(x: Tensor, p: Precision, n: Tensor) -> Tensor:
     up = fraction.to(torch.float64) > (n.to(torch.int64) & ((1 << width) - 1))
     y = ((q + up) * step).clamp(max=top)
     y = torch.where(a.to(torch.float64) < top + p.ulp(top), y, a)
-    return convert(torch.where(x.view(torch.int32) < 0, -y, y), p)
+    return convert(torch.copysign(y, x), p)
 
 # %% ../nbs/01_rounding.ipynb #689b04c1
 def _by_carry(x: Tensor, n: Tensor, bits: int) -> Tensor:

@@ -9,14 +9,17 @@ __all__ = ['ROW_SUM', 'COL_SUM', 'TOTAL', 'MEAN', 'CUMSUM', 'BLOCK', 'SOFTMAX', 
            'transfer', 'to_numpy', 'rope_table', 'rope']
 
 # %% ../nbs/06d_rows.ipynb #e693b95b
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cast import cast, convert_recorded, grad_dtype_of
-from .operators import Operator, apply_operator
-from .precision import Precision, accumulator
-from .profile import resolve
+from torch.autograd.function import once_differentiable
+
+from .cast import convert_recorded, grad_dtype_of
+from .device import Path, table_for
+from .operators import Operator, apply_operator, precision_of
+from .precision import F32, F64, Precision, accumulator, promote
 
 # %% ../nbs/06d_rows.ipynb #b69c7c6f
 def _spread(g, shapes): return g.expand(shapes[0])
@@ -67,7 +70,7 @@ def block_sums(x: Tensor) -> Tensor:
 
 # %% ../nbs/06d_rows.ipynb #76c5a465
 def blocksum(x: Tensor) -> Tensor:
-    """Sum of all elements as an f64 scalar: block sums added in index order, the same bits for any sharding at block borders."""
+    """Sum of all elements as an f64 scalar: block sums added in index order, whoever computed them."""
     sums = block_sums(x)
     return sums.cumsum(0)[-1] if sums.numel() else sums.sum()
 
@@ -76,8 +79,9 @@ def _masked_softmax(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Softmax over the last axis of visible scores in the dtype of `x`; fully masked rows are 0."""
     if causal:
         T, S = x.shape[-2:]
-        triangle = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
-        mask = triangle if mask is None else mask & triangle
+        future = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
+        if mask is None and T <= S: return torch.softmax(x.masked_fill(future, float("-inf")), -1)  # no row sees nothing
+        mask = ~future if mask is None else mask & ~future
     if mask is None: return torch.softmax(x, -1)
     blind = ~mask.any(-1, keepdim=True)
     return torch.softmax(x.masked_fill(~(mask | blind), float("-inf")), -1).masked_fill(blind, 0.0)
@@ -87,8 +91,9 @@ def _softmax_backward(g, xs, statistics, needs, shapes, causal=False):
     y = _masked_softmax(xs[0], xs[1], causal)
     return torch.ops.aten._softmax_backward_data(g, y, -1, y.dtype), None
 
-SOFTMAX = Operator("softmax", ("x", "mask"), _masked_softmax, lambda x, mask, causal=False: (_masked_softmax(x, mask, causal), ()),
-                   _softmax_backward)
+def _softmax_forward(x, mask, causal=False): return _masked_softmax(x, mask, causal), ()
+
+SOFTMAX = Operator("softmax", ("x", "mask"), _masked_softmax, _softmax_forward, _softmax_backward)
 
 # %% ../nbs/06d_rows.ipynb #559f8aca
 def softmax(
@@ -119,8 +124,8 @@ def _ln_backward(g, xs, statistics, needs, shapes, eps=1e-5):
 LAYER_NORM = Operator("layer_norm", ("x", "weight", "bias"), _ln_plain, _ln_forward, _ln_backward)
 
 # %% ../nbs/06d_rows.ipynb #507ceaac
-def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, p: Precision | None = None, eps: float = 1e-5,
-               layer: str = "") -> Tensor:
+def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, p: Precision | None = None,
+               eps: float = 1e-5, layer: str = "") -> Tensor:
     """LayerNorm over the last axis (Ba et al., arXiv 1607.06450), statistics in max(p, f32); w, b: [C]."""
     return apply_operator(LAYER_NORM, p, layer, {"eps": eps}, x, w, b)
 
@@ -143,34 +148,36 @@ def _rms_backward(g, xs, statistics, needs, shapes, eps=1e-5):
 RMS_NORM = Operator("rms_norm", ("x", "weight"), _rms_plain, _rms_forward, _rms_backward)
 
 # %% ../nbs/06d_rows.ipynb #e3e7d5a4
-def rms_norm(x: Tensor, w: Tensor | None = None, *, p: Precision | None = None, eps: float = 1e-5, layer: str = "") -> Tensor:
+def rms_norm(x: Tensor, w: Tensor | None = None, *, p: Precision | None = None, eps: float = 1e-5,
+             layer: str = "") -> Tensor:
     """RMSNorm over the last axis (Zhang & Sennrich, arXiv 1910.07467), statistics in max(p, f32); w: [C]."""
     return apply_operator(RMS_NORM, p, layer, {"eps": eps}, x, w)
 
 # %% ../nbs/06d_rows.ipynb #b074cf32
 class _Gather(torch.autograd.Function):
-    """Rows of a table; backward adds the rows' gradients in max(P, f32) in index order and rounds once."""
+    """Rows of a table, cast to `p`; the backward adds the rows' gradients in index order and rounds once."""
 
     @staticmethod
-    def forward(ctx, table, ids, grad_dtype, layer):
+    def forward(ctx, table, ids, p, grad_dtype, layer):
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.grad_dtype, ctx.layer = table.shape[0], grad_dtype, layer
-        return F.embedding(ids, table)
+        ctx.rows, ctx.p, ctx.grad_dtype, ctx.layer = table.shape[0], p, grad_dtype, layer
+        return convert_recorded(F.embedding(ids, table), p, layer, "gather_rows", "rows", "forward", "operand")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
-        ids, = ctx.saved_tensors
-        g = convert_recorded(g, accumulator(Precision.of(g)), ctx.layer, "gather_rows", "grad", "backward", "boundary")
+        (ids,), out, where = ctx.saved_tensors, Precision.of(ctx.grad_dtype), (ctx.layer, "gather_rows")
+        native = out is ctx.p and table_for(g.device.type).path("gather_rows", "backward", out) is Path.NATIVE
+        if not native: g = convert_recorded(g, accumulator(promote(ctx.p, out)), *where, "grad", "backward", "boundary")
         summed = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False)
-        return convert_recorded(summed, Precision.of(ctx.grad_dtype), ctx.layer, "gather_rows", "table", "backward", "storage"), None, None, None
+        return convert_recorded(summed, out, *where, "table", "backward", "storage"), None, None, None, None
 
 # %% ../nbs/06d_rows.ipynb #4842eb9a
 def gather_rows(table: Tensor, ids: Tensor, *, p: Precision | None = None, layer: str = "") -> Tensor:
     """Rows `table[ids]`: table [V, C], ids int64 [...] → [..., C] in `p` (default: the table's precision)."""
-    p = resolve(p, (Precision.of(table),))
-    plain = table.dtype is accumulator(Precision.of(table)).dtype  # f32 and f64 tables: torch's own backward
-    rows = F.embedding(ids, table) if plain else _Gather.apply(table, ids, grad_dtype_of(table), layer)
-    return cast(rows, p, layer=layer, op="gather_rows", operand="rows", reason="operand")
+    p = precision_of(p, table)
+    plain = table.dtype is p.dtype and (p is F32 or p is F64) and table_for(table.device.type).f32 is Path.NATIVE
+    return F.embedding(ids, table) if plain else _Gather.apply(table, ids, p, grad_dtype_of(table), layer)
 
 # %% ../nbs/06d_rows.ipynb #9743b742
 def _scatter(target, ids, rows): return target.index_add(0, ids, rows)
@@ -192,7 +199,7 @@ def slice_rows(x: Tensor, start: int, stop: int) -> Tensor:
 def insert_rows(x: Tensor, start: int, rows: Tensor) -> Tensor:
     """A copy of `x` with `rows` written from row `start` on; same precision required, nothing is converted."""
     if rows.dtype is not x.dtype:
-        raise ValueError(f"insert_rows: rows are {Precision.of(rows).tag}, the tensor is {Precision.of(x).tag}; cast first")
+        raise ValueError(f"insert_rows: rows are {Precision.of(rows)}, the tensor is {Precision.of(x)}; cast first")
     if start < 0 or start + rows.shape[0] > x.shape[0]:
         raise ValueError(f"insert_rows: rows {start}…{start + rows.shape[0]} do not fit into {x.shape[0]}")
     return torch.cat([x[:start], rows, x[start + rows.shape[0]:]])
@@ -215,9 +222,12 @@ def transfer(x: Tensor, device: str | torch.device) -> Tensor:
     """`x` on another device, byte for byte."""
     return x.to(device=device)
 
-def to_numpy(x: Tensor, p: Precision):
-    """`x` as a numpy array; `p` must be its precision, so that nobody reads converted numbers unawares. bf16 and fp8 need a cast."""
-    if Precision.of(x) is not p: raise ValueError(f"to_numpy: the tensor is {Precision.of(x).tag}, asked for {p.tag}; cast first")
+def to_numpy(x: Tensor, p: Precision) -> np.ndarray:
+    """`x` as a numpy array; `p` must be its precision, so that nobody reads converted numbers unawares.
+
+    ValueError for another one, and for bf16 and fp8, which numpy does not have."""
+    mine = Precision.of(x)
+    if mine is not p: raise ValueError(f"to_numpy: the tensor is {mine}, asked for {p}; cast first")
     if x.dtype not in (torch.float16, torch.float32, torch.float64):
         raise ValueError(f"to_numpy: numpy has no {p.tag}; cast to f32 first")
     return x.detach().cpu().numpy()
@@ -239,4 +249,7 @@ ROPE = Operator("rope", ("x",), lambda x, table: _rotate(x, *table), lambda x, t
 
 def rope(x: Tensor, table: tuple[Tensor, Tensor], *, p: Precision | None = None, layer: str = "") -> Tensor:
     """Rotate the halves of x [..., T, d] by its positions; `table` from `rope_table`."""
+    if table[0].shape != (x.shape[-2], x.shape[-1] // 2):
+        raise ValueError(f"rope: x {tuple(x.shape)} needs a table for {x.shape[-2]} positions and {x.shape[-1]} channels, "
+                         f"not {tuple(table[0].shape)}")
     return apply_operator(ROPE, p, layer, {"table": table}, x)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'BLOCK', 'WRITERS', 'RunLogError', 'connect', 'open_for_writing', 'open_for_reading', 'take_lock', 'is_live',
-           'extremes', 'Series', 'decimate', 'load_shared', 'Store', 'read_block', 'CommandsTaken']
+           'extremes', 'Series', 'decimate', 'load_shared', 'Store', 'read_stretch', 'read_block', 'CommandsTaken']
 
 # %% ../nbs/03b_runfile.ipynb #e1e98a08
 import math
@@ -26,7 +26,7 @@ from .packing import (Unpacker, from_json, pack_casts, pack_floats, pack_histogr
 
 # %% ../nbs/03b_runfile.ipynb #3fb2c91e
 FORMAT = 1
-BLOCK = 256  # steps in one summary
+BLOCK = 256  # steps in one block
 _MARK = 0x66313672  # 'f16r', SQLite's application_id
 _SCHEMA = f'''
 CREATE TABLE run(session INTEGER PRIMARY KEY, config TEXT, versions TEXT, status TEXT, message TEXT,
@@ -36,6 +36,7 @@ CREATE TABLE step(seq INTEGER PRIMARY KEY, step INTEGER UNIQUE, session INTEGER,
                   body BLOB);
 CREATE TABLE histogram(seq INTEGER PRIMARY KEY, step INTEGER UNIQUE, layout INTEGER, body BLOB);
 CREATE TABLE block(number INTEGER PRIMARY KEY, layout INTEGER, body BLOB);
+CREATE TABLE stretch(number INTEGER, name TEXT, body BLOB, PRIMARY KEY (number, name)) WITHOUT ROWID;
 CREATE TABLE event(seq INTEGER PRIMARY KEY, step INTEGER, kind TEXT, text TEXT, time REAL);
 CREATE TABLE eval(step INTEGER PRIMARY KEY, loss BLOB, tokens INTEGER);
 CREATE TABLE sample(seq INTEGER PRIMARY KEY, step INTEGER, text TEXT);
@@ -155,7 +156,7 @@ class Store:
 
     def forget(self) -> None:
         "Drops what is remembered of the file, as is needed after a rollback."
-        self.ids, self.layouts, self.histograms = {}, {}, (None, {})
+        self.ids, self.layouts, self.histograms, self.last_casts = {}, {}, (None, {}), ((), None)
 
     def shared(self, kind: str, key: Any) -> int:
         "The number of a value that is kept once: bytes as they are, anything else as JSON."
@@ -176,10 +177,52 @@ class Store:
     def casts(self, rows: tuple[CastRow, ...]) -> int | None:
         "The number of a cast table: the number of its layout in 8 bytes, then counts and bytes."
         if not rows: return None
-        layout, body = pack_casts(rows)
-        return self.shared('casts', self.shared('cast layout', layout).to_bytes(8, 'big') + body)
+        if rows != self.last_casts[0]:
+            layout, body = pack_casts(rows)
+            number = self.shared('casts', self.shared('cast layout', layout).to_bytes(8, 'big') + body)
+            self.last_casts = rows, number
+        return self.last_casts[1]
 
 # %% ../nbs/03b_runfile.ipynb #84f8f4bc
+def _stretches(store: Store, number: int) -> dict[str, Series]:
+    "The scalars of a block by name, read from the rows of its steps; step numbers count from the start of the block."
+    first, out = number * BLOCK, {}
+    rows = store.db.execute('SELECT step, layout, body FROM step WHERE step BETWEEN ? AND ? ORDER BY step',
+                            (first, first + BLOCK - 1))
+    for step, layout, body in rows:
+        for name, value in zip(store.layout(layout)[0], step_scalars(body).tolist()):
+            steps, values = out.setdefault(name, ([], []))
+            steps.append(step - first), values.append(value)
+    return {name: Series(np.array(steps), np.array(values)) for name, (steps, values) in out.items()}
+
+
+def _write_block(store: Store, number: int) -> None:
+    stretches = _stretches(store, number)
+    for name, (steps, values) in stretches.items():
+        body = zlib.compress(pack_ints(np.diff(steps, prepend=0)) + pack_floats(values), 1)
+        store.db.execute('INSERT OR REPLACE INTO stretch VALUES (?, ?, ?)', (number, name, body))
+    picks = [(steps[i], values[i]) for steps, values in stretches.values() for i in [extremes(values)]]
+    body = pack_ints([len(p) for p, _ in picks]) + pack_ints(np.concatenate([p for p, _ in picks]))
+    body = zlib.compress(body + pack_floats(np.concatenate([v for _, v in picks])), 1)
+    store.db.execute('INSERT OR REPLACE INTO block VALUES (?, ?, ?)',
+                     (number, store.shared('block layout', tuple(stretches)), body))
+
+
+def read_stretch(number: int, body: bytes) -> Series:
+    "A scalar in a block, all of its steps."
+    data = Unpacker(zlib.decompress(body))
+    return Series(np.cumsum(data.ints(), dtype=np.int64) + number * BLOCK, data.floats())
+
+
+def read_block(number: int, names: Sequence[str], body: bytes, name: str) -> Series:
+    "The extremes of scalar `name` in a block whose layout is `names`; empty when it has none."
+    data = Unpacker(zlib.decompress(body))
+    lengths, steps, values = data.ints(), data.ints(), data.floats()
+    i = names.index(name) if name in names else len(names)
+    part = slice(sum(lengths[:i]), sum(lengths[:i + 1]))
+    return Series(np.array(steps[part], np.int64) + number * BLOCK, values[part])
+
+# %% ../nbs/03b_runfile.ipynb #b3ca2f09
 def _write_step(store: Store, r: StepRecord) -> None:
     layout, body = pack_step(r)
     store.seq += 1
@@ -188,34 +231,8 @@ def _write_step(store: Store, r: StepRecord) -> None:
     if r.histograms: _write_histograms(store, HistogramRecord(r.step, r.histograms))
     if (block := int(r.step) // BLOCK) != store.block:
         if store.block is not None: _write_block(store, store.block)
-        store.db.execute('DELETE FROM block WHERE number = ?', (block,))
+        for table in ('block', 'stretch'): store.db.execute(f'DELETE FROM {table} WHERE number = ?', (block,))
         store.block = block
-
-
-def _write_block(store: Store, number: int) -> None:
-    "Extremes of every scalar over the steps of a block, read back from its rows."
-    columns: dict[str, tuple[list, list]] = {}
-    first = number * BLOCK
-    rows = store.db.execute('SELECT step, layout, body FROM step WHERE step BETWEEN ? AND ? ORDER BY step',
-                            (first, first + BLOCK - 1))
-    for step, layout, body in rows:
-        for name, value in zip(store.layout(layout)[0], step_scalars(body).tolist()):
-            steps, values = columns.setdefault(name, ([], []))
-            steps.append(step - first), values.append(value)
-    picks = [[(steps[i], values[i]) for i in extremes(np.array(values))] for steps, values in columns.values()]
-    body = pack_ints([len(p) for p in picks]) + pack_ints([step for p in picks for step, _ in p])
-    body = zlib.compress(body + pack_floats([value for p in picks for _, value in p]), 1)
-    store.db.execute('INSERT OR REPLACE INTO block VALUES (?, ?, ?)',
-                     (number, store.shared('block layout', tuple(columns)), body))
-
-
-def read_block(number: int, names: Sequence[str], body: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
-    "(steps, values) of the extremes of scalar `name` in a block with layout `names`; empty when it has none."
-    data = Unpacker(zlib.decompress(body))
-    lengths, steps, values = data.ints(), data.ints(), data.floats()
-    i = names.index(name) if name in names else len(names)
-    part = slice(sum(lengths[:i]), sum(lengths[:i + 1]))
-    return np.array(steps[part], np.int64) + number * BLOCK, values[part]
 
 # %% ../nbs/03b_runfile.ipynb #4b9d4a07
 def _write_histograms(store: Store, r: HistogramRecord) -> None:

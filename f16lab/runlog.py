@@ -25,7 +25,8 @@ from .events import CastRow, Histogram, StepRecord
 from .packing import (SCALARS, Unpacker, from_json, step_scalars, to_json, unpack_casts, unpack_histograms,
                             unpack_step)
 from .runfile import (BLOCK, FORMAT, WRITERS, CommandsTaken, RunLogError, Series, Store, connect, decimate,
-                            is_live, load_shared, open_for_reading, open_for_writing, read_block, take_lock)
+                            is_live, load_shared, open_for_reading, open_for_writing, read_block,
+                            read_stretch, take_lock)
 
 # %% ../nbs/15_runlog.ipynb #1b3827f2
 class _Batches:
@@ -303,20 +304,28 @@ class RunSteps(RunTables):
 def read_series(reader: RunSteps, name: str, max_points: int, first: int, last: int) -> Series:
     "See `RunReader.series`."
     if name not in reader.names(): raise RunLogError(f'no scalar {name!r} in {reader.path}; it has {reader.names()}.')
-    rows = reader._db.execute('SELECT count(*) FROM step WHERE step BETWEEN ? AND ?', (first, last)).fetchone()[0]
-    blocks = _blocks(reader, first, last) if rows > 4 * max_points else []
-    parts = [read_block(number, reader._layout(layout), body, name) for number, layout, body in blocks]
-    for a, b in _gaps([number for number, _, _ in blocks], first, last):
-        parts.append(_raw_series(reader, name, a, b))
-    steps, values = (np.concatenate(column) for column in zip(*parts))
+    parts = dict(_blocks(reader, name, max_points, first, last))
+    for a, b in _gaps(list(parts), first, last): parts[a, b] = _raw_series(reader, name, a, b)
+    steps, values = (np.concatenate(column) for column in zip(*parts.values()))
     order = np.argsort(steps, kind='stable')
     return decimate(Series(steps[order], values[order]), max_points)
 
 
-def _blocks(reader: RunSteps, first: int, last: int) -> list[tuple]:
-    "Summaries of the blocks that lie within first … last as a whole."
-    return reader._db.execute('SELECT number, layout, body FROM block WHERE number BETWEEN ? AND ? ORDER BY number',
-                              (-(-first // BLOCK), (last + 1) // BLOCK - 1)).fetchall()
+_EMPTY = np.empty(0, np.int64), np.empty(0)
+
+
+def _blocks(reader: RunSteps, name: str, max_points: int, first: int, last: int) -> Iterator[tuple[int, Series]]:
+    "(number, extremes or all steps of a scalar) for the written blocks that lie within first … last as a whole."
+    inside = -(-first // BLOCK), (last + 1) // BLOCK - 1
+    count, = reader._db.execute('SELECT count(*) FROM block WHERE number BETWEEN ? AND ?', inside).fetchone()
+    if 2 * count >= max_points:
+        for number, layout, body in reader._db.execute('SELECT * FROM block WHERE number BETWEEN ? AND ? '
+                                                        'ORDER BY number', inside):
+            yield number, read_block(number, reader._layout(layout), body, name)
+    else:
+        rows = reader._db.execute('SELECT b.number, s.body FROM block b LEFT JOIN stretch s ON s.number = b.number '
+                                  'AND s.name = ? WHERE b.number BETWEEN ? AND ? ORDER BY b.number', (name, *inside))
+        for number, body in rows: yield number, Series(*_EMPTY) if body is None else read_stretch(number, body)
 
 
 def _gaps(numbers: list[int], first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -327,12 +336,12 @@ def _gaps(numbers: list[int], first: int, last: int) -> Iterator[tuple[int, int]
     if first <= last: yield first, last
 
 
-def _raw_series(reader: RunSteps, name: str, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+def _raw_series(reader: RunSteps, name: str, first: int, last: int) -> Series:
     rows = reader._db.execute('SELECT step, layout, body FROM step WHERE step BETWEEN ? AND ? ORDER BY step',
                               (first, last))
     known = [(step, reader._layout(layout)[0], body) for step, layout, body in rows]
     pairs = [(step, step_scalars(body)[names.index(name)]) for step, names, body in known if name in names]
-    return np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64)
+    return Series(np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64))
 
 # %% ../nbs/15_runlog.ipynb #20eb8024
 def send_command(path: str | Path, kind: str, value: Any = None) -> int:

@@ -123,7 +123,7 @@ def test_gradient_of_the_whole_model_in_f64(config):
     value().backward()
     g = torch.Generator().manual_seed(0)
     for name, p in named_parameters_once(model):
-        direction, eps = torch.randn(p.shape, generator=g, dtype=torch.float64), 1e-5
+        direction, eps = torch.randn(p.shape, generator=g, dtype=torch.float64), 1e-6
         with torch.no_grad():
             p += eps * direction; up = value()
             p -= 2 * eps * direction; down = value()
@@ -170,7 +170,7 @@ def test_initial_values_are_pinned():
     torch.manual_seed(99)
     h = hashlib.sha256()
     for name, value in build(TINY, PRESETS["bf16"], seed=0).initial.items(): h.update(name.encode() + value.numpy().tobytes())
-    assert h.hexdigest() == "PINNED"
+    assert h.hexdigest() == "22304ef7379708e567b76629232802d333854261a6317bb735747449aa271e08"
 
 
 def test_initial_sizes_follow_gpt2():
@@ -216,7 +216,7 @@ def test_every_preset_runs_every_model(case, preset):
     profile = PRESETS[preset]
     model = build(config, profile, seed=0).model
     value, recorded, grads = stepped(model, inputs, targets, scale=64.0)
-    assert value.isfinite() and recorded.isfinite() and 0.5 < recorded < 2 * math.log(32)
+    assert value.isfinite() and recorded.isfinite() and 0.5 < recorded < 5
     assert all(g.isfinite().all() and g.dtype == profile.grad.dtype for g in grads.values())
     assert all(g.abs().max() > 0 for name, g in grads.items() if name.endswith("weight"))
     assert model.logits(inputs).dtype == profile.stable.dtype == model(inputs).dtype
@@ -258,9 +258,8 @@ def test_no_second_copy_of_the_weights():
     shapes = {p.shape for p in built.model.parameters() if p.dim() > 1}
     grads = {id(p.grad) for p in built.model.parameters()}
     gc.collect()
-    extra = [x.shape for x in gc.get_objects() if isinstance(x, torch.Tensor) and type(x) is not torch.nn.Parameter
-             and x.dtype == torch.float32 and id(x) not in grads and (x.shape in shapes or x.t().shape in shapes if x.dim() == 2 else 0)]
-    assert not extra
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.float32 and x.dim() == 2]
+    assert not [x.shape for x in tensors if id(x) not in grads and {x.shape, x.mT.shape} & shapes]
     assert sum(p.numel() * p.itemsize for p in built.model.parameters()) == 2 * built.model.num_parameters()
     assert not list(built.model.buffers())
 
@@ -360,7 +359,7 @@ def test_initial_image_models_know_nothing():
     for config in (MLPConfig(image=(1, 28, 28)), CNNConfig(image=(1, 28, 28))):
         model = build(config, PRESETS["f32"], seed=0).model
         x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-        assert model.loss(x, torch.arange(16) % 10, weight=1 / 16).recorded.item() == pytest.approx(math.log(10), abs=0.5)
+        assert model.loss(x, torch.arange(16) % 10, weight=1 / 16).recorded.item() == pytest.approx(math.log(10), abs=0.25)
 
 
 # ---------------------------------------------------------------- counting
@@ -509,55 +508,3 @@ def test_f32_models_cast_nothing():
     model = build(TINY, PRESETS["f32"], seed=0).model
     with Ledger() as ledger: stepped(model, *batch())
     assert ledger.count == 0
-
-
-# ---------------------------------------------------------------- compiled
-
-def compiled(model, **options):
-    torch._dynamo.reset()
-    return torch.compile(model.loss, fullgraph=True, **options)
-
-
-def compiled_step(model, loss_function, inputs, targets, **options):
-    for p in model.parameters(): p.grad = None
-    loss = loss_function(inputs, targets, weight=1 / targets.numel(), **options)
-    loss.value.backward()
-    return loss.value.detach(), loss.recorded, {name: p.grad.clone() for name, p in named_parameters_once(model)}
-
-
-SMALLEST = replace(TINY, layers=1, channels=16, heads=2, ff=32)
-
-
-@pytest.mark.parametrize("name", ["f32", "f16", "master_weights", "bf16", "all_f16", "t1_58"])
-def test_aot_eager_has_the_bits_of_eager(name):
-    model = build(SMALLEST, PRESETS[name], seed=0).model
-    inputs, targets = batch()
-    want = stepped(model, inputs, targets, scale=64.0)
-    got = compiled_step(model, compiled(model, backend="aot_eager"), inputs, targets, scale=64.0)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    for parameter, g in want[2].items():
-        assert got[2][parameter].dtype == g.dtype and torch.equal(got[2][parameter], g), parameter
-
-
-@pytest.mark.parametrize("config, inputs, targets", [CASES["peri-swiglu-rms-rope"], CASES["encoder"], CASES["cnn"]],
-                         ids=["peri-swiglu-rms-rope", "encoder", "cnn"])
-def test_other_models_trace_too(config, inputs, targets):
-    model = build(config, PRESETS["f16"], seed=0).model
-    want = stepped(model, inputs, targets)
-    got = compiled_step(model, compiled(model, backend="aot_eager"), inputs, targets)
-    assert torch.equal(got[0], want[0]) and all(torch.equal(got[2][n], g) for n, g in want[2].items())
-
-
-# largest deviation of a gradient, relative to its largest element, with inductor and emulate_precision_casts
-INDUCTOR = {"f32": 1e-5, "f16": 5e-3}
-
-
-@pytest.mark.parametrize("name", INDUCTOR)
-def test_inductor_stays_within_tolerance(name):
-    model = build(SMALLEST, PRESETS[name], seed=0).model
-    inputs, targets = batch()
-    want = stepped(model, inputs, targets, scale=64.0)
-    options = {"emulate_precision_casts": True}
-    got = compiled_step(model, compiled(model, backend="inductor", options=options), inputs, targets, scale=64.0)
-    assert abs(got[1].item() - want[1].item()) < INDUCTOR[name]
-    for parameter, g in want[2].items(): assert deviation(got[2][parameter], g) < INDUCTOR[name], parameter

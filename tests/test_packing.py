@@ -3,13 +3,14 @@ import json
 import math
 import random
 import struct
+from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
 
 from f16lab.events import CastRow, Histogram, StepRecord, TensorStat
-from f16lab.packing import (SCALARS, Unpacker, from_json, pack_casts, pack_floats, pack_histograms, pack_ints, pack_step,
-                            step_scalars, to_json, unpack_casts, unpack_histograms, unpack_step)
+from f16lab.packing import (SCALARS, Unpacker, from_json, pack_casts, pack_floats, pack_histograms, pack_ints,
+                            pack_step, step_scalars, to_json, unpack_casts, unpack_histograms, unpack_step)
 
 ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 0.1, -5e-324, 1e300, 3.4028234663852886e38, 2.0 ** -149, 1 / 3,
        struct.unpack('<d', bytes.fromhex('010000000000f0ff'))[0]]  # last: a negative signalling NaN with a payload
@@ -40,14 +41,14 @@ def test_json_round_trip(value):
 
 def test_json_of_other_things_is_their_text():
     class Tagged: tag = 'f16'
-    assert from_json(to_json({'p': Tagged(), 'path': __import__('pathlib').PurePosixPath('a/b')})) == {'p': 'f16', 'path': 'a/b'}
+    assert from_json(to_json({'p': Tagged(), 'path': PurePosixPath('a/b')})) == {'p': 'f16', 'path': 'a/b'}
 
 
 # ---------------------------------------------------------------- numbers
 
 @pytest.mark.parametrize('values, size', [
-    ([], 5), ([0], 5), ([0] * 99, 5), ([255], 6), ([256], 7), ([65535, 1], 9), ([65536], 9), ([2 ** 32 - 1], 9), ([2 ** 32], 13),
-    ([2 ** 63 - 1], 13), ([-1], 6), ([-128, 127], 7), ([-129], 7), ([-2 ** 63], 13), ([-2 ** 62, 2 ** 62], 21)])
+    ([], 5), ([0], 5), ([0] * 99, 5), ([255], 6), ([256], 7), ([65535, 1], 9), ([65536], 9), ([2 ** 32 - 1], 9),
+    ([2 ** 32], 13), ([2 ** 63 - 1], 13), ([-1], 6), ([-128, 127], 7), ([-129], 7), ([-2 ** 63], 13), ([-2 ** 62, 2 ** 62], 21)])
 def test_ints(values, size):
     data = pack_ints(values)
     assert len(data) == size and Unpacker(data).ints() == values
@@ -73,7 +74,8 @@ def test_random_lists_in_a_row():
     lists = []
     for _ in range(200):
         n = rng.randrange(20)
-        if rng.random() < 0.5: lists.append([rng.getrandbits(rng.randrange(1, 63)) * rng.choice((1, -1)) for _ in range(n)])
+        if rng.random() < 0.5:
+            lists.append([rng.getrandbits(rng.randrange(1, 63)) * rng.choice((1, -1)) for _ in range(n)])
         else: lists.append([struct.unpack('<d', rng.randbytes(8))[0] for _ in range(n)])
     kinds = [all(isinstance(x, int) for x in values) for values in lists]
     unpacker = Unpacker(b''.join(pack_ints(v) if ints else pack_floats(v) for v, ints in zip(lists, kinds)))
@@ -83,12 +85,12 @@ def test_random_lists_in_a_row():
     assert unpacker.rest() == b''
 
 
-def test_cut_data_is_an_error():
-    for data in (pack_ints([1, 2, 300]), pack_floats([0.1, 2.0])):
-        for cut in range(len(data)):
-            with pytest.raises(ValueError, match='ends early'):
-                u = Unpacker(data[:cut])
-                u.ints() if data is not None and data[:1] == b'\x02' and len(data) == 11 else u.floats()
+@pytest.mark.parametrize('data, read', [(pack_ints([1, 2, 300]), Unpacker.ints),
+                                        (pack_floats([0.1, 2.0]), Unpacker.floats)], ids=['ints', 'floats'])
+def test_cut_data_is_an_error(data, read):
+    read(Unpacker(data))
+    for cut in range(len(data)):
+        with pytest.raises(ValueError, match='ends early'): read(Unpacker(data[:cut]))
 
 
 # ---------------------------------------------------------------- records
@@ -111,7 +113,8 @@ def test_step_round_trip(record):
 
 def test_numpy_and_torch_scalars_in_a_record():
     import torch
-    record = StepRecord(1, np.float32(0.1), tokens=np.int64(7), grad_norm=torch.tensor(0.5), extra={'a': np.float64(0.2)})
+    record = StepRecord(1, np.float32(0.1), tokens=np.int64(7), grad_norm=torch.tensor(0.5),
+                        extra={'a': np.float64(0.2)})
     layout, body = pack_step(record)
     back = unpack_step(1, layout, body)
     assert (back.loss, back.tokens, back.grad_norm, back.extra) == (float(np.float32(0.1)), 7, 0.5, {'a': 0.2})

@@ -17,6 +17,7 @@ from f16lab.precision import (BF16, E4M3, E5M2, F16, F32, F64, Precision, Weight
                               from_bits, parse_weight, promote)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "numbers.json").read_text())
+EVERY = tuple(Precision)
 NARROW = (F16, BF16, E4M3, E5M2)
 WIDTHS = {F16: (5, 10), BF16: (8, 7), E4M3: (4, 3), E5M2: (5, 2)}  # exponent and mantissa bits, stated independently
 INF = {F16: 0x7C00, BF16: 0x7F80, E5M2: 0x7C, E4M3: None}
@@ -402,7 +403,7 @@ def test_compiled_bits_are_the_eager_bits(source):
     x = everything(source)
 
     def all_targets(x):
-        return [convert(x, p, saturate=s) for p in Precision for s in (False, True)]
+        return [convert(x, p, saturate=s) for p in EVERY for s in (False, True)]
 
     torch._dynamo.reset()
     for a, b in zip(torch.compile(all_targets, fullgraph=True, backend="aot_eager")(x), all_targets(x)):
@@ -423,6 +424,23 @@ def test_attributes_and_promotion_are_traced_without_a_break():
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     for p in (F16, BF16, E5M2):
         assert torch.equal(compiled(x, p), f(x, p)) and f(x, p).dtype is torch.float32
+
+
+def test_a_precision_that_is_an_argument_leaves_no_numbers_in_the_graph():
+    """Limits that became inputs of the graph would cost a host read for each, and a generic kernel."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append([node.name for node in graph.graph.nodes if node.op == "placeholder"])
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(convert, fullgraph=True, backend=keep, dynamic=None)
+    x = torch.ones(3, dtype=torch.float64)
+    for p in EVERY[:-1]:
+        for saturate in (False, True):
+            assert compiled(x, p, saturate).dtype is p.dtype
+    assert len(graphs) == 10 and all(inputs == ["l_x_"] for inputs in graphs)
 
 
 @pytest.mark.gpu
