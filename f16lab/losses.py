@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .cast import cast, convert_recorded, grad_dtype_of, round_in_register
+from .cast import cast, convert_recorded, grad_dtype_of
 from .device import Path, table_for
 from .matmul import product
+from .operators import precision_of
 from .precision import F32, F64, Precision, accumulator
-from .profile import resolve
 from .rows import blocksum
 
 # %% ../nbs/06e_losses.ipynb #27c93555
@@ -33,8 +34,8 @@ class LossOptions:
     """How row losses become one number: weight · Σ rows (targets equal to ignore_index count 0)."""
 
     loss_p: Precision        # precision of the loss values
-    weight: float            # usually 1 / (target tokens of the whole optimizer step)
-    scale: float             # multiplies the gradient only
+    weight: float | Tensor   # usually 1 / (target tokens of the whole optimizer step)
+    scale: float | Tensor    # multiplies the gradient only
     ignore_index: int
     classes: int             # logits beyond this column are padding: never read, no gradient
 
@@ -50,15 +51,16 @@ def row_losses(z: Tensor, targets: Tensor, o: LossOptions) -> tuple[Tensor, Tens
 def row_gradients(z: Tensor, lse: Tensor, targets: Tensor, factor: float | Tensor, o: LossOptions) -> Tensor:
     """(softmax − one-hot) · factor [N, V]; 0 in ignored rows and padded columns."""
     seen = targets != o.ignore_index
-    d = torch.exp(z[:, :o.classes] - lse[:, None])
-    d = d.scatter_add(-1, targets.where(seen, 0)[:, None], torch.full_like(lse, -1.0)[:, None])
-    return F.pad((d * factor).masked_fill(~seen[:, None], 0.0), (0, z.shape[-1] - o.classes))
+    d = torch.sub(z[:, :o.classes], lse[:, None]).exp_()
+    d.scatter_add_(-1, targets.where(seen, 0)[:, None], torch.full_like(lse, -1.0)[:, None])
+    d.mul_(factor).masked_fill_(~seen[:, None], 0.0)
+    return d if z.shape[-1] == o.classes else F.pad(d, (0, z.shape[-1] - o.classes))
 
 # %% ../nbs/06e_losses.ipynb #1d955b9c
 def weighted(rows: Tensor, o: LossOptions, layer: str, op: str) -> Loss:
-    """Row losses to the two scalars: rows rounded to loss_p, both sums in f32, the value rounded once."""
-    value = round_in_register(rows, o.loss_p).sum() * o.weight
-    return Loss(convert_recorded(value, o.loss_p, layer, op, "loss", "forward", "output"), (blocksum(rows) * o.weight).to(F32.dtype))
+    """Row losses (work precision) to the two scalars: summed and weighted there, rounded once."""
+    value = convert_recorded(rows.sum() * o.weight, o.loss_p, layer, op, "loss", "forward", "output")
+    return Loss(value, (blocksum(rows) * o.weight).to(F32.dtype))
 
 # %% ../nbs/06e_losses.ipynb #ef37b1c0
 class _ScaleGradient(torch.autograd.Function):
@@ -78,7 +80,7 @@ def _plain_loss(z: Tensor, targets: Tensor, o: LossOptions, layer: str, op: str)
     rows_sum = F.cross_entropy(z[:, :o.classes], targets, ignore_index=o.ignore_index, reduction="sum")
     value = rows_sum * o.weight
     recorded = value.detach().to(F32.dtype)
-    if o.scale != 1: value = _ScaleGradient.apply(value, o.scale)
+    if isinstance(o.scale, Tensor) or o.scale != 1: value = _ScaleGradient.apply(value, o.scale)
     return Loss(cast(value, o.loss_p, layer=layer, op=op, operand="loss", reason="output"), recorded)
 
 def _is_plain(p: Precision, device: torch.device) -> bool:
@@ -101,21 +103,25 @@ class _CrossEntropy(torch.autograd.Function):
         return value, recorded
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g, _):
-        z, targets, lse = ctx.saved_tensors
-        work, where = accumulator(ctx.p), (ctx.layer, "cross_entropy", "logits", "backward")
+        (z, targets, lse), o, work = ctx.saved_tensors, ctx.o, accumulator(ctx.p)
+        name, where = (ctx.layer, "cross_entropy"), (ctx.layer, "cross_entropy", "logits", "backward")
         wide = convert_recorded(z, work, *where, "boundary")
-        g = convert_recorded(g, work, ctx.layer, "cross_entropy", "loss", "backward", "boundary")
-        d = convert_recorded(row_gradients(wide, lse, targets, g * (ctx.o.weight * ctx.o.scale), ctx.o), ctx.p, *where, "boundary")
-        return convert_recorded(d, Precision.of(ctx.grad_dtype), *where, "storage"), None, None, None, None, None
+        g = convert_recorded(g, work, *name, "loss", "backward", "boundary")
+        d = row_gradients(wide, lse, targets, g * (o.weight * o.scale), o)
+        d = convert_recorded(d, ctx.p, *where, "boundary")
+        return convert_recorded(d, Precision.of(ctx.grad_dtype), *where, "storage"), *[None] * 5
 
 # %% ../nbs/06e_losses.ipynb #593b2f77
 def _checked(logits_shape: torch.Size, targets: Tensor, classes: int | None, o: dict) -> LossOptions:
     """Options after a look at shapes: one target per row, classes within the logits."""
     V = logits_shape[-1]
     if targets.shape != logits_shape[:-1]:
-        raise ValueError(f"cross entropy: logits {tuple(logits_shape)} need targets {tuple(logits_shape[:-1])}, got {tuple(targets.shape)}")
-    if classes is not None and not 0 < classes <= V: raise ValueError(f"cross entropy: classes={classes} of {V} logit columns")
+        raise ValueError(f"cross entropy: logits {tuple(logits_shape)} need targets {tuple(logits_shape[:-1])}, "
+                         f"got {tuple(targets.shape)}")
+    if classes is not None and not 0 < classes <= V:
+        raise ValueError(f"cross entropy: classes={classes}, but there are {V} logit columns")
     return LossOptions(classes=classes or V, **o)
 
 # %% ../nbs/06e_losses.ipynb #99876f7e
@@ -125,18 +131,20 @@ def cross_entropy(
     *,
     p: Precision | None = None,      # arithmetic and gradient: the profile's `stable`
     loss_p: Precision | None = None, # precision of the value: the profile's `loss`; default p
-    weight: float = 1.0,             # 1 / (target tokens of the optimizer step) makes it the mean
-    scale: float = 1.0,              # loss scale: multiplies the gradient, not the value
+    weight: float | Tensor = 1.0,    # 1 / (target tokens of the optimizer step) makes it the mean
+    scale: float | Tensor = 1.0,     # loss scale: multiplies the gradient, not the value
     ignore_index: int = -100,
     classes: int | None = None,      # real classes when V is padded
     layer: str = "",
 ) -> Loss:
     """weight · Σ (log Σ e^z − z_target) over targets ≠ ignore_index, as `Loss(value, recorded)`."""
-    p = resolve(p, (Precision.of(logits),))
-    o = _checked(logits.shape, targets, classes, dict(loss_p=loss_p or p, weight=weight, scale=scale, ignore_index=ignore_index))
-    flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    p = precision_of(p, logits)
+    rest = dict(loss_p=loss_p or p, weight=weight, scale=scale, ignore_index=ignore_index)
+    o = _checked(logits.shape, targets, classes, rest)
+    flat, targets = logits.flatten(0, -2), targets.flatten()
     if _is_plain(p, logits.device):
-        return _plain_loss(cast(flat, p, layer=layer, op="cross_entropy", operand="logits", reason="operand"), targets, o, layer, "cross_entropy")
+        flat = cast(flat, p, layer=layer, op="cross_entropy", operand="logits", reason="operand")
+        return _plain_loss(flat, targets, o, layer, "cross_entropy")
     return Loss(*_CrossEntropy.apply(flat, targets, p, o, layer, grad_dtype_of(flat)))
 
 # %% ../nbs/06e_losses.ipynb #347a9ec8
@@ -156,7 +164,7 @@ def _through(x: Tensor, p: Precision, h: HeadOptions, operand: str, direction: s
     return convert_recorded(x, accumulator(h.p), h.layer, "head_cross_entropy", operand, direction, "boundary")
 
 # %% ../nbs/06e_losses.ipynb #88a0ec08
-def _head_chunk(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _head_chunk(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor | None, ...]:
     """Row losses of one chunk and, if asked, its gradients for x (rounded to P) and w (a partial sum in W)."""
     z = _through(product(x, w.t(), h.accum), h.out, h, "logits", "forward", "boundary")
     rows, lse = row_losses(z, targets, h.loss)
@@ -169,35 +177,39 @@ def _head_chunk(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bo
 
 # %% ../nbs/06e_losses.ipynb #fe988ad3
 class _HeadCrossEntropy(torch.autograd.Function):
-    """Loss and both gradients in one pass over row chunks; the backward only multiplies by the incoming gradient."""
+    """Loss and both gradients in one pass over row chunks; the backward only multiplies by the incoming gradient.
+
+    That product is rounded once more, unless the incoming gradient is a power of two, as it is when the loss is the end."""
 
     @staticmethod
     def forward(ctx, x, w, targets, h, grads, grad_dtypes):
-        wide_x, wide_w = _through(x, h.p, h, "x", "forward", "operand"), _through(w, h.p, h, "weight", "forward", "operand")
-        parts, dw = [], None
-        for i in range(0, x.shape[0], h.chunk):
-            rows, dx, dw_part = _head_chunk(wide_x[i:i + h.chunk], wide_w, targets[i:i + h.chunk], h, grads)
-            parts.append((rows, dx))
-            if grads: dw = dw_part if dw is None else dw + dw_part
-        value, recorded = weighted(torch.cat([rows for rows, _ in parts]), h.loss, h.layer, "head_cross_entropy")
+        wide_x, wide_w = (_through(t, h.p, h, n, "forward", "operand") for t, n in ((x, "x"), (w, "weight")))
+        rows, dxs, dw = [], [], None
+        for i in range(0, max(x.shape[0], 1), h.chunk):  # at least one chunk, if an empty one
+            part = _head_chunk(wide_x[i:i + h.chunk], wide_w, targets[i:i + h.chunk], h, grads)
+            rows.append(part[0])
+            dxs.append(part[1])
+            dw = part[2] if dw is None else dw.add_(part[2])
+        value, recorded = weighted(torch.cat(rows), h.loss, h.layer, "head_cross_entropy")
         ctx.mark_non_differentiable(recorded)
         if grads:
-            name = (h.layer, "head_cross_entropy")
-            dw = convert_recorded(dw, h.p, *name, "weight", "backward", "boundary")
-            ctx.save_for_backward(torch.cat([dx for _, dx in parts]), dw)
-            ctx.name, ctx.grad_dtypes = name, grad_dtypes
+            ctx.name, ctx.grad_dtypes = (h.layer, "head_cross_entropy"), grad_dtypes
+            dw = convert_recorded(dw, h.p, *ctx.name, "weight", "backward", "boundary")
+            ctx.save_for_backward(torch.cat(dxs), dw)
         return value, recorded
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g, _):
         out = [convert_recorded(saved * g, Precision.of(dtype), *ctx.name, operand, "backward", "storage")
                for saved, dtype, operand in zip(ctx.saved_tensors, ctx.grad_dtypes, ("x", "weight"))]
         return *out, None, None, None, None
 
 # %% ../nbs/06e_losses.ipynb #df3f6da6
-def _auto_chunk(rows: int, columns: int) -> int:
-    """All rows while the logits stay under 64 Mi numbers, else as many as do."""
-    return rows if rows * columns <= 2**26 else max(1, 2**26 // columns)
+def _chunk_rows(chunk: int | None, rows: int, columns: int) -> int:
+    """`chunk`, by default all rows while the logits stay under 64 Mi numbers, else as many as do; at least 1."""
+    if chunk is not None and chunk < 1: raise ValueError(f"head_cross_entropy: chunk={chunk}; it must be at least 1 row")
+    return max(1, min(rows, 2**26 // columns) if chunk is None else chunk)
 
 # %% ../nbs/06e_losses.ipynb #476cfe52
 def head_cross_entropy(
@@ -208,21 +220,24 @@ def head_cross_entropy(
     p: Precision | None = None,      # operands: the profile's `compute`
     out: Precision | None = None,    # logits and their gradient: the profile's `stable`; default p
     loss_p: Precision | None = None, # the value: the profile's `loss`; default out
-    weight: float = 1.0, scale: float = 1.0, ignore_index: int = -100, classes: int | None = None,  # as in cross_entropy
+    weight: float | Tensor = 1.0,    # this and the next three as in cross_entropy
+    scale: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    classes: int | None = None,
     chunk: int | None = None,        # rows at a time; default: all, up to 64 Mi logits
     accum: Precision = F32,
     layer: str = "",
 ) -> Loss:
     """Cross entropy of `hidden wᵀ` without ever holding all logits; the same meaning as linear(out=) then cross_entropy."""
-    p = resolve(p, (Precision.of(hidden), Precision.of(w)))
-    out, loss_p = out or p, loss_p or out or p
-    rest = dict(loss_p=loss_p, weight=weight, scale=scale, ignore_index=ignore_index)
+    p = precision_of(p, hidden, w)
+    out = out or p
+    rest = dict(loss_p=loss_p or out, weight=weight, scale=scale, ignore_index=ignore_index)
     o = _checked((*hidden.shape[:-1], w.shape[0]), targets, classes, rest)
-    x, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    rows = chunk or _auto_chunk(x.shape[0], w.shape[0])
+    x, targets, rows = hidden.flatten(0, -2), targets.flatten(), _chunk_rows(chunk, targets.numel(), w.shape[0])
     if _is_plain(p, x.device) and out is p and rows >= x.shape[0]:
-        x, w = (cast(t, p, layer=layer, op="head_cross_entropy", operand=n, reason="operand") for t, n in ((x, "x"), (w, "weight")))
-        return _plain_loss(F.linear(x, w), targets, o, layer, "head_cross_entropy")
+        where = dict(layer=layer, op="head_cross_entropy", reason="operand")
+        z = F.linear(cast(x, p, operand="x", **where), cast(w, p, operand="weight", **where))
+        return _plain_loss(z, targets, o, layer, "head_cross_entropy")
     grads = torch.is_grad_enabled() and (hidden.requires_grad or w.requires_grad)
     h = HeadOptions(p, out, o, rows, accum if p.bits <= 16 else F32, layer)
     return Loss(*_HeadCrossEntropy.apply(x, w, targets, h, grads, (grad_dtype_of(x), grad_dtype_of(w))))

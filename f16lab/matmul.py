@@ -48,7 +48,8 @@ def _linear_backward(g, xs, statistics, needs, shapes, accum=F32):
     return (product(g, w, accum) if needs[0] else None, product(rows_g.t(), rows_x, accum) if needs[1] else None,
             _sum_rows(g) if needs[2] else None)
 
-LINEAR = Operator("linear", ("x", "weight", "bias"), _linear_plain, _linear_forward, _linear_backward, (True, True, False))
+LINEAR = Operator("linear", ("x", "weight", "bias"), _linear_plain, _linear_forward, _linear_backward,
+                  (True, True, False))
 
 # %% ../nbs/06b_matmul.ipynb #d7c0cf0b
 def _accumulation(accum: Precision, p: Precision | None, *tensors: Tensor) -> dict:
@@ -120,8 +121,8 @@ CONV2D = Operator("conv2d", ("x", "weight", "bias"), _conv_plain, lambda *xs, **
                   _conv_backward, (True, True, False))
 
 # %% ../nbs/06b_matmul.ipynb #59f2a1e9
-def conv2d(x: Tensor, w: Tensor, b: Tensor | None = None, *, p: Precision | None = None, stride: int = 1, padding: int = 0,
-           layer: str = "") -> Tensor:
+def conv2d(x: Tensor, w: Tensor, b: Tensor | None = None, *, p: Precision | None = None, stride: int = 1,
+           padding: int = 0, layer: str = "") -> Tensor:
     """2-D convolution of x [B, I, H, W] with w [O, I, kh, kw], bias [O]: f32 accumulation, rounded once."""
     if x.dim() != 4 or w.dim() != 4 or x.shape[1] != w.shape[1]:
         raise ValueError(f"conv2d: x {tuple(x.shape)} and weight {tuple(w.shape)} do not fit; "

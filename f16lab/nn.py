@@ -11,7 +11,7 @@ __all__ = ['ZEROS', 'ONES', 'inverse_normal', 'keyed_normal', 'Init', 'check_con
 # %% ../nbs/08_nn.ipynb #9903c1f8
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch

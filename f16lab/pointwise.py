@@ -24,8 +24,8 @@ def _fit(grads: tuple, needs: tuple, shapes: list) -> tuple:
     """Sum each gradient over the axes its operand was broadcast along; None where none is needed."""
     return tuple(g.sum_to_size(shape) if need else None for g, need, shape in zip(grads, needs, shapes))
 
-def _binary(name: str, f: Callable[[Tensor, Tensor], Tensor], grads: Callable[..., tuple], saves: tuple[bool, bool]) -> Operator:
-    """An operator of two broadcasting tensors from its value and its two partial products with g."""
+def _binary(name: str, f: Callable[..., Tensor], grads: Callable[..., tuple], saves: tuple[bool, bool]) -> Operator:
+    """An operator of two broadcasting tensors from its value f(a, b) and its two partial products grads(g, a, b)."""
     return Operator(name, ("a", "b"), f, lambda a, b: (f(a, b), ()),
                     lambda g, xs, statistics, needs, shapes: _fit(grads(g, *xs), needs, shapes), saves, fixed_axes=0)
 

@@ -80,7 +80,7 @@ def _masked_softmax(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     if causal:
         T, S = x.shape[-2:]
         future = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
-        if mask is None and T <= S: return torch.softmax(x.masked_fill(future, float("-inf")), -1)  # no row sees nothing
+        if mask is None and T <= S: return torch.softmax(x.masked_fill(future, float("-inf")), -1)  # all rows see one
         mask = ~future if mask is None else mask & ~future
     if mask is None: return torch.softmax(x, -1)
     blind = ~mask.any(-1, keepdim=True)
@@ -182,10 +182,13 @@ def gather_rows(table: Tensor, ids: Tensor, *, p: Precision | None = None, layer
 # %% ../nbs/06d_rows.ipynb #9743b742
 def _scatter(target, ids, rows): return target.index_add(0, ids, rows)
 
-SCATTER_ADD = Operator("scatter_add_rows", ("target", "ids", "rows"), _scatter, lambda *xs: (_scatter(*xs), ()),
-                       lambda g, xs, statistics, needs, shapes: (g, None, g.index_select(0, xs[1])), (False, True, False))
+def _scatter_backward(g, xs, statistics, needs, shapes): return g, None, g.index_select(0, xs[1])
 
-def scatter_add_rows(target: Tensor, ids: Tensor, rows: Tensor, *, p: Precision | None = None, layer: str = "") -> Tensor:
+SCATTER_ADD = Operator("scatter_add_rows", ("target", "ids", "rows"), _scatter, lambda *xs: (_scatter(*xs), ()),
+                       _scatter_backward, (False, True, False))
+
+def scatter_add_rows(target: Tensor, ids: Tensor, rows: Tensor, *, p: Precision | None = None,
+                     layer: str = "") -> Tensor:
     """`target` [V, C] plus `rows` [N, C] added at `ids` [N]; added in index order in max(p, f32), rounded once."""
     return apply_operator(SCATTER_ADD, p, layer, {}, target, ids, rows)
 
@@ -250,6 +253,6 @@ ROPE = Operator("rope", ("x",), lambda x, table: _rotate(x, *table), lambda x, t
 def rope(x: Tensor, table: tuple[Tensor, Tensor], *, p: Precision | None = None, layer: str = "") -> Tensor:
     """Rotate the halves of x [..., T, d] by its positions; `table` from `rope_table`."""
     if table[0].shape != (x.shape[-2], x.shape[-1] // 2):
-        raise ValueError(f"rope: x {tuple(x.shape)} needs a table for {x.shape[-2]} positions and {x.shape[-1]} channels, "
-                         f"not {tuple(table[0].shape)}")
+        raise ValueError(f"rope: x {tuple(x.shape)} needs the table of {x.shape[-2]} positions and {x.shape[-1]} "
+                         f"channels, cos and sin are {tuple(table[0].shape)}")
     return apply_operator(ROPE, p, layer, {"table": table}, x)

@@ -386,7 +386,7 @@ def test_update_efficiency_separates_remedy_from_disease():
         run(optimizer, [0], lr=1e-5, size=1.0)
         seen[p, rounding] = optimizer.stats()[0]
     for p in (BF16, F16):
-        for rounding, within in (("stochastic", 0.12), ("kahan", 0.01), ("master", 0.01)):  # noise: four deviations in bf16
+        for rounding, within in (("stochastic", 0.12), ("kahan", 0.03), ("master", 1e-3)):  # noise: four deviations in bf16
             assert abs(seen[p, rounding].efficiency - 1) < within, (p, rounding)
     assert seen[BF16, "nearest"].efficiency < 0.5 and seen[F16, "nearest"].efficiency < 0.9
     assert min(seen[BF16, r].lost for r in ("nearest", "stochastic", "kahan", "master")) > 0.7
@@ -396,9 +396,9 @@ def test_stalled_second_moments_are_seen():  # C.7: bf16 stalls, f16 with S much
     shares = {}
     for name, slots in (("bf16", dict(optimizer=BF16, rounding_state="nearest")), ("f16", dict(optimizer=F16)), ("f32", dict(optimizer=F32))):
         optimizer = AdamW([("w", Parameter(torch.zeros(32, 32)))], F32_PROFILE.with_(**slots).at, config=AdamWConfig(beta2=0.999))
-        run(optimizer, range(1501), size=1e-2)
+        run(optimizer, range(601), size=1e-2)
         shares[name] = optimizer.stats()[0].stalled_v
-    assert shares["bf16"] > 0.8 and shares["f16"] < 0.5 and shares["f32"] < 0.01
+    assert shares["bf16"] > 0.7 and shares["f16"] < 0.4 and shares["f32"] < 0.01
 
 
 # ---------------------------------------------------------------- 16-bit state
