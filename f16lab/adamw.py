@@ -33,7 +33,8 @@ class AdamWConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self):
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1): raise ValueError(f"betas must lie in [0, 1), not {self.beta1}, {self.beta2}")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"betas must lie in [0, 1), not {self.beta1}, {self.beta2}")
         if not (self.lr >= 0 and self.weight_decay >= 0 and 0 < self.eps < math.inf):
             raise ValueError(f"lr and weight_decay must be at least 0 and eps above 0, not lr={self.lr}, "
                              f"weight_decay={self.weight_decay}, eps={self.eps}")
@@ -84,7 +85,7 @@ def adamw_change(
     *,
     lr: float, beta1: float, beta2: float, eps: float | Tensor, wd: Tensor | None, c1: Tensor, c2: Tensor,
 ) -> Tensor:
-    """lr·(m̂/(√v̂ + eps) + wd·theta) with the new moments: what `adamw_update` subtracts, bit for bit. wd None: no decay."""
+    """lr·(m̂/(√v̂ + eps) + wd·theta) with new moments: what `adamw_update` subtracts, bit for bit. wd None: no decay."""
     m.mul_(beta1).add_(torch.mul(g, 1 - beta1, out=t))
     v.mul_(beta2).add_(torch.mul(g, g, out=t).mul_(1 - beta2))
     square_root_(torch.div(v, c2, out=t)).add_(eps)
@@ -188,11 +189,11 @@ def meter_moment(meters: Tensor, target: Tensor, old: Tensor, stored: Tensor, fi
 
 # %% ../nbs/10a_adamw.ipynb #88bd9281
 def tensor_stats(layout: BlockTables, meters: Tensor) -> tuple[TensorStat, ...]:
-    """One record per tensor from f64 [blocks, meters]; a share is NaN where nothing was asked for. Reads the device once."""
+    """One record per tensor from f64 [blocks, meters]; a share is NaN where nothing was asked for. Reads the device."""
     rows = layout.collect(meters).tolist()
     share = lambda a, b: a / b if b else math.nan  # noqa: E731
-    return tuple(TensorStat(name, share(dot, square), share(lost, asked), share(sm, am), share(sv, av), int(flushed), int(sat))
-                 for name, (dot, square, lost, asked, sm, am, sv, av, flushed, sat) in zip(layout.names, rows))
+    shares = [[share(*row[i : i + 2]) for i in (0, 2, 4, 6)] for row in rows]
+    return tuple(TensorStat(name, *four, int(row[-2]), int(row[-1])) for name, four, row in zip(layout.names, shares, rows))
 
 # %% ../nbs/10a_adamw.ipynb #99082cb3
 S_MIN, S_START, S_MAX = 2.0**6, 2.0**10, 2.0**12

@@ -9,7 +9,7 @@ __all__ = ['Entry', 'entry', 'entries', 'Racer', 'machine', 'weights', 'square_s
            'close_logs', 'run_comparison']
 
 # %% ../nbs/17_compare.ipynb #74598253
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
@@ -148,10 +148,10 @@ def band_name(e: Entry) -> str:
     p = noisy_profile(e)
     return "" if p is None else preset_name(p) or str(p)
 
-def band_entries(found: Iterable[Entry], bands: int) -> tuple[Entry, ...]:
+def band_entries(found: Sequence[Entry], bands: int) -> tuple[Entry, ...]:
     """The repetitions that `bands` repetitions a profile ask for: at least two runs a band, each profile once."""
     own = {str(e.profile) for e in found}
-    names = {band_name(e): noisy_profile(e) for e in list(found)[1:]} if bands else {}
+    names = {band_name(e): noisy_profile(e) for e in found[1:]} if bands else {}
     count = {name: bands if str(p) in own else max(2, bands) for name, p in names.items() if p is not None}
     return tuple(Entry(name, names[name], noise=i + 1) for name, n in count.items() for i in range(n))
 
@@ -208,15 +208,15 @@ def lockstep(race: Race) -> Iterator[Progress]:
 def planned_bytes(racer: Racer) -> dict[str, float]:
     """Bytes per parameter by role, as the profile says, overrides included."""
     if racer.entry.profile is None: return {role: 4.0 for role in ("param", "grad", "m", "v")}
-    out, sizes = dict.fromkeys(bytes_per_parameter(racer.entry.profile), 0.0), {name: w.numel() for name, w in weights(racer).items()}
-    for name, n in sizes.items():
-        for role, each in bytes_per_parameter(racer.entry.profile.at(name)).items(): out[role] += each * n / sum(sizes.values())
-    return out
+    sizes = {name: w.numel() for name, w in weights(racer).items()}
+    each = {name: bytes_per_parameter(racer.entry.profile.at(name)) for name in sizes}
+    return {role: sum(n * each[name][role] for name, n in sizes.items()) / sum(sizes.values()) for role in next(iter(each.values()))}
 
 def measured_bytes(racer: Racer) -> dict[str, float]:
     """Bytes per parameter by role, as the buffers have them: padding to blocks included, scratch left out."""
     elements = sum(w.numel() for w in weights(racer).values())
-    return {role: n / elements for role, n in racer.machine.bytes().items() if role != "scratch"}
+    held = racer.machine.bytes() if isinstance(racer.machine, Twin) else racer.machine.optimizer.bytes()
+    return {role: n / elements for role, n in held.items() if role != "scratch"}
 
 def result(racer: Racer, band: str) -> Contender:
     """What was kept of a racer, as a value."""
@@ -249,7 +249,7 @@ def start_race(config: TrainConfig, found: tuple[Entry, ...], bands: int, distan
     """Build all contenders, then the repetitions of their noise bands."""
     racers = tuple(Racer(e, config, source) for e in found)
     still = quiet(config, config.run.seed).with_(eval_every=0)
-    return Race(config, racers, tuple(Racer(e, still, source) for e in band_entries((r.entry for r in racers), bands)), distance_every)
+    return Race(config, racers, tuple(Racer(e, still, source) for e in band_entries([r.entry for r in racers], bands)), distance_every)
 
 def open_logs(race: Race, folder: str | Path, stack: ExitStack) -> None:
     """A run log for each contender, which opens with what is known of it."""

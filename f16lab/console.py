@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['si', 'shown', 'step_line', 'line_of', 'line_every', 'has_line', 'Tally', 'tally_rows', 'open_console', 'bar',
-           'Display', 'table', 'facts', 'Setting', 'PartedCommand', 'stopping', 'RunFailed', 'sentence']
+           'Display', 'Meter', 'table', 'facts', 'print_table', 'Setting', 'PartedCommand', 'stopping', 'RunFailed',
+           'sentence']
 
 # %% ../nbs/20a_console.ipynb #7df06d88
 import math
@@ -154,10 +155,32 @@ class Display:
         if text and has_line(record, self.steps, self.every):
             self.line(text, "yellow" if getattr(record, "skipped", False) else "")
 
+# %% ../nbs/20a_console.ipynb #35e473d6
+class Meter:
+    """Progress of one piece of work: call with (done, total). A bar in a terminal, else a line for each quarter."""
+
+    def __init__(self, console: Console, title: str, unit: str = "B"):
+        self.console, self.title, self.unit, self.bar, self.quarter = console, title, unit, bar(console), 0
+        self.task = self.bar.add_task(title, total=None, now="")
+
+    def __enter__(self) -> "Meter":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None: self.bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """So much of all is done."""
+        self.bar.update(self.task, completed=done, total=total)
+        quarter = 4 * done // max(1, total)
+        if quarter > self.quarter and not self.console.is_terminal:
+            self.console.print(f"{self.title} {25 * quarter:>3} % of {si(total, self.unit)}")
+        self.quarter = quarter
+
 # %% ../nbs/20a_console.ipynb #dd7c7b88
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> Table:
     """A plain table; the first `left` columns are aligned left, the others right."""
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    out = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(columns):
         out.add_column(escape(name), justify="left" if i < left else "right", overflow="fold")
     for row in rows: out.add_row(*map(escape, row))
@@ -170,6 +193,14 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     out.add_column(overflow="fold")
     for row in rows: out.add_row(*map(escape, row))
     return out
+
+def print_table(console: Console, rows: Table) -> None:
+    """Print a table; without the blanks at line ends where it is no terminal."""
+    if console.is_terminal: return console.print(rows)
+    with console.capture() as text: console.print(rows)
+    lines = [line.rstrip() for line in text.get().splitlines()]
+    console.file.write("\n".join(line for line in lines if line) + "\n")
+    console.file.flush()
 
 # %% ../nbs/20a_console.ipynb #5350b59d
 class Setting(click.Option):

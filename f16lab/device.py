@@ -86,7 +86,7 @@ def _large(p: Precision) -> float:
 
 def ask_sum(mean: bool, native: Callable[[Tensor], Tensor], p: Precision, device: str) -> str:
     """Sums or means over the last axis."""
-    n, new = (8 if mean else 1), {"dtype": p.dtype, "device": device}
+    new = {"dtype": p.dtype, "device": device}
     ones = native(torch.ones(3, 4096, **new))[0].item()
     if ones != (1 if mean else 4096): return f"4096 ones give {ones}"
     wave = native(torch.tensor([[_large(p)] * 4 + [-_large(p)] * 4], **new)).item()

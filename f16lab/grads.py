@@ -32,12 +32,12 @@ class BlockExtents:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    multiple: int = 1  # the number of blocks is padded to a multiple of this: the world size, so that ranks share evenly
+    multiple: int = 1  # the number of blocks is padded to a multiple of this (the ranks, so that they share evenly)
 
     def __post_init__(self):
         if not self.names or len(self.names) != len(self.shapes) or len(set(self.names)) < len(self.names):
-            raise ValueError(f"a layout needs one shape for each of at least one distinct name, not {len(self.names)} names "
-                             f"({len(set(self.names))} distinct) and {len(self.shapes)} shapes")
+            raise ValueError(f"a layout needs one shape for each of at least one distinct name, not {len(self.shapes)} "
+                             f"shapes for {len(self.names)} names ({len(set(self.names))} distinct)")
         if self.multiple < 1: raise ValueError(f"multiple must be at least 1, not {self.multiple}")
 
     @cached_property
@@ -113,23 +113,24 @@ class FlatLayout(BlockTables):
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The tensor `name` inside a flat buffer: a view in its own shape, no copy. ValueError for an unknown name."""
-        if name not in self.index: raise ValueError(f"no tensor {name!r} in this layout; it holds {', '.join(self.names)}")
+        if name not in self.index: raise ValueError(f"no tensor {name!r} here; the layout holds {', '.join(self.names)}")
         i = self.index[name]
         start = self.starts[i] * BLOCK
         return flat.view(-1)[start : start + self.sizes[i]].view(self.shapes[i])
 
     def pad(self, tensors: Mapping[str, Tensor], out: Tensor) -> Tensor:
-        """Copies each named tensor to its place in the flat buffer `out` of the same precision; padding is left alone."""
+        """Copies each named tensor to its place in the flat buffer `out` of the same precision; padding stays."""
         for name, shape in zip(self.names, self.shapes):
             tensor = tensors[name]
             if tensor.dtype is not out.dtype or tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, its place is {out.dtype} {list(shape)}")
+                given, place = f"{tensor.dtype} {list(tensor.shape)}", f"{out.dtype} {list(shape)}"
+                raise ValueError(f"{name} is {given}, its place is {place}")
             self.view(out, name).copy_(tensor)
         return out
 
 # %% ../nbs/10_grads.ipynb #b3281807
 class GradBuffer:
-    """The gradients of some parameters in one flat buffer of one precision; each parameter's `.grad` is a view of it."""
+    """The gradients of some parameters in one flat buffer of one precision; each `.grad` is a view of it."""
 
     def __init__(
         self,
@@ -161,12 +162,12 @@ class GradBuffer:
         """RuntimeError if some `.grad` was replaced since `zero`: its gradients went elsewhere."""
         for (name, param), grad in zip(self.params.items(), self.views):
             if param.grad is not grad:
-                raise RuntimeError(f"the gradient of {name} is not in the flat buffer any more: something replaced .grad "
-                                   "(zero_grad(set_to_none=True)?). Clear gradients with this buffer's zero()")
+                raise RuntimeError(f"the gradient of {name} is not in the flat buffer any more: something replaced "
+                                   ".grad (zero_grad(set_to_none=True)?). Clear gradients with this buffer's zero()")
 
 # %% ../nbs/10_grads.ipynb #0dbbf23b
 def block_square_sums(flat: Tensor, rows: int = 128) -> Tensor:
-    """Sum of squares of each block of a flat buffer, f64 [blocks]; the same bits however blocks are grouped or shared."""
+    """Sum of squares of each block of a flat buffer, f64 [blocks]; the same bits however blocks are shared."""
     out = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
     rows = rows if flat.is_cpu else len(flat)
     scratch = torch.empty(min(rows, len(flat)), BLOCK, dtype=torch.float64, device=flat.device)
@@ -196,7 +197,7 @@ Gather = Callable[[Tensor], Tensor]  # this rank's blocks [own, …] → all blo
 def grad_stats(
     buffers: Sequence[GradBuffer],
     scale: float = 1.0,  # loss scale of this step
-    part: Callable[[Tensor], Tensor] = lambda flat: flat,  # the blocks of a buffer whose gradients are complete on this rank
+    part: Callable[[Tensor], Tensor] = lambda flat: flat,  # the blocks of a buffer that are this rank's
     gather: Gather = lambda own: own,
 ) -> GradStats:
     """Global norm and finite flag over all buffers, with one read of the device."""
@@ -231,8 +232,8 @@ def clip_factor(
     max_norm: float,  # 0: no clipping
     scale: float = 1.0,  # loss scale the gradients carry
 ) -> float:
-    """The f32 factor that unscales and clips: min(1, max_norm/norm)/scale. ValueError for a norm that must be a skip."""
-    if not math.isfinite(norm): raise ValueError(f"a gradient of norm {norm} is no gradient: skip the step, never multiply by 0")
+    """The f32 factor that unscales and clips: min(1, max_norm/norm)/scale. ValueError for a norm that is not finite."""
+    if not math.isfinite(norm): raise ValueError(f"a gradient of norm {norm}: skip the step, never multiply by 0")
     return f32((max_norm / norm if 0 < max_norm < norm else 1.0) / scale)
 
 # %% ../nbs/10_grads.ipynb #fca64f45
@@ -249,7 +250,7 @@ def _static(slot: str) -> float:
 # %% ../nbs/10_grads.ipynb #1fa7a422
 @dataclass(frozen=True)
 class LossScale:
-    """The factor on the gradient that enters backward, and the state of the search for it; `update` gives the next one."""
+    """The factor on the gradient that enters backward, and the state of the search for it; `update` goes on."""
 
     mode: str = "none"  # none, static, dynamic
     scale: float = 1.0  # a power of two, at least 1
@@ -295,9 +296,9 @@ class TooManySkips(RuntimeError):
 
     def __init__(self, loss_scale: LossScale, tensor: str | None = None):
         self.skips, self.tensor = loss_scale.skips, tensor
-        super().__init__(f"{loss_scale.skips} steps in a row had a non-finite gradient, the last at loss scale "
+        super().__init__(f"{loss_scale.skips} steps in a row had a non-finite gradient, down to loss scale "
                          f"{loss_scale.scale:g}; the first tensor that overflowed in backward is {tensor or 'not known'}. "
-                         "Weights are those of the last good step. Lower the learning rate, or widen compute or stable there")
+                         "Weights are those of the last good step. Lower the learning rate, or widen compute or stable")
 
 # %% ../nbs/10_grads.ipynb #27016d9c
 @dataclass(frozen=True)
@@ -314,7 +315,8 @@ class OutlierDetector:
         if self.window < 2 or self.patience < 1 or not self.threshold >= 0:
             raise ValueError(f"an outlier detector needs window >= 2, patience >= 1 and threshold >= 0, not {self}")
         if self.threshold >= (limit := math.sqrt(self.window - 1)):
-            raise ValueError(f"threshold {self.threshold} can never be passed: with {self.window} values z is at most {limit:.2f}")
+            raise ValueError(f"threshold {self.threshold} can never be passed: z of {self.window} values is at most "
+                             f"{limit:.2f}")
 
     def z(self, x: float) -> float:
         """Standard deviations of `x` above the mean of the window with `x` in it; NaN until the window is full."""
@@ -362,9 +364,11 @@ class StepGate:
             return Decision("non-finite", 0.0, 0.0), replace(self, loss_scale=self.loss_scale.update(overflow=True))
         z = self.loss_outlier.z(loss), self.norm_outlier.z(stats.norm)
         rejected = self.loss_outlier.rejects(loss), self.norm_outlier.rejects(stats.norm)
-        after = replace(self, loss_scale=self.loss_scale.update(overflow=False),
-                        loss_outlier=self.loss_outlier if rejected == (False, True) else self.loss_outlier.update(loss),
-                        norm_outlier=self.norm_outlier if rejected == (True, False) else self.norm_outlier.update(stats.norm))
+        # of a rejected step only the detector that rejected it takes note
+        loss_after = self.loss_outlier if rejected == (False, True) else self.loss_outlier.update(loss)
+        norm_after = self.norm_outlier if rejected == (True, False) else self.norm_outlier.update(stats.norm)
+        after = replace(self, loss_scale=self.loss_scale.update(overflow=False), loss_outlier=loss_after,
+                        norm_outlier=norm_after)
         if any(rejected): return Decision("outlier", 0.0, 0.0, *z), after
         clip = clip_factor(stats.norm, self.max_norm)
         return Decision("", clip_factor(stats.norm, self.max_norm, stats.scale), clip, *z), after
@@ -396,8 +400,9 @@ def micro_steps(
 ) -> int:
     """Micro-steps of each rank in one optimizer step; ValueError when the batch arithmetic does not come out even."""
     each = batch * context * world
-    if each < 1 or tokens < 1: raise ValueError(f"tokens={tokens}, batch={batch}, context={context}, world={world}: all must be at least 1")
+    if each < 1 or tokens < 1:
+        raise ValueError(f"tokens={tokens}, batch={batch}, context={context}, world={world}: all must be at least 1")
     if tokens % each:
-        raise ValueError(f"{tokens} tokens a step are {tokens / each:.2f} micro-steps of batch {batch} × context {context} on "
-                         f"{world} ranks; choose a multiple of {each}, such as {max(1, round(tokens / each)) * each}")
+        raise ValueError(f"{tokens} tokens a step are {tokens / each:.2f} micro-steps of batch {batch} × context {context} "
+                         f"on {world} ranks; choose a multiple of {each}, such as {max(1, round(tokens / each)) * each}")
     return tokens // each

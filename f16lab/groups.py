@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GroupSlots', 'slots_of', 'own_blocks', 'own_range', 'ParameterBuffers', 'Group', 'initial_values', 'initial_rest',
            'StepNumbers', 'Columns', 'decays', 'step_columns', 'block_keys', 'own_noise', 'read_moment', 'keep_moment',
-           'choose_scale', 'write_weights', 'read_weights', 'update_rows', 'update_group', 'reround']
+           'choose_scale', 'whole_rows', 'write_weights', 'read_weights', 'update_rows', 'update_group', 'reround']
 
 # %% ../nbs/10b_groups.ipynb #c9383865
 import math
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .adamw import (METERS, S_START, AdamWConfig, adamw_change, bias_corrections, count, load, meter_moment, meter_update,
-                          next_scale, store, store_moment, write_kahan, write_master, write_plain)
+from .adamw import (METERS, S_START, AdamWConfig, adamw_change, bias_corrections, count, load, meter_moment,
+                          meter_update, next_scale, store, store_moment, write_kahan, write_master, write_plain)
 from .grads import BLOCK, FlatLayout, Gather, GradBuffer, f32
 from .precision import BF16, F16, F32, F64, Precision, promote
 from .profile import PrecisionProfile, static_scale, storage_of
@@ -51,8 +51,8 @@ def slots_of(profile: PrecisionProfile) -> GroupSlots:
                        profile.rounding_state if optimizer in (F16, BF16) else "nearest",
                        profile.state_scale if optimizer is F16 else "none")
     if slots.work is F64 and "stochastic" in (slots.rounding, slots.rounding_state):
-        raise NotImplementedError(f"stochastic rounding of param={storage}, optimizer={optimizer} would start from f64, and its "
-                                  "noise is defined for f32: use rounding=nearest or kahan, or optimizer=f32")
+        raise NotImplementedError(f"stochastic rounding of param={storage}, optimizer={optimizer} would start from f64, and "
+                                  "its noise is defined for f32: use rounding=nearest or kahan, or optimizer=f32")
     return slots
 
 # %% ../nbs/10b_groups.ipynb #c1a87fa8
@@ -64,7 +64,7 @@ def own_blocks(blocks: int, rank: int = 0, world: int = 1) -> slice:
 
 
 def own_range(layout: FlatLayout, tensor: int, own: slice) -> tuple[int, int]:
-    """The elements [start, stop) of a tensor that lie in these blocks, padding excluded; start = stop if there are none."""
+    """The elements [start, stop) of a tensor that lie in these blocks, without padding; (0, 0) if there are none."""
     first, end, size = layout.starts[tensor], layout.starts[tensor + 1], layout.sizes[tensor]
     lo, hi = max(first, own.start), min(end, own.stop)
     return ((lo - first) * BLOCK, min(size, (hi - first) * BLOCK)) if lo < hi else (0, 0)
@@ -78,7 +78,8 @@ class ParameterBuffers:
         self.label, self.slots, self.params = label, slots, dict(params)
         for name, p in params.items():
             if p.dtype is not slots.storage.dtype:
-                raise ValueError(f"{name} is {p.dtype}, its profile says {slots.storage}: build the model with the same profile")
+                raise ValueError(f"{name} is {p.dtype}, its profile says {slots.storage}: "
+                                 "build the model with the same profile")
         self.grads = GradBuffer(params, slots.grad, math.lcm(world, multiple))
         self.layout, self.device = self.grads.layout, self.grads.flat.device
         self.own = own_blocks(self.layout.blocks, rank, world)
@@ -91,10 +92,10 @@ class ParameterBuffers:
 
 # %% ../nbs/10b_groups.ipynb #f989e4ca
 class Group(ParameterBuffers):
-    """All that parameters stored alike keep between steps; of moments, masters and compensation only this rank's blocks."""
+    """All that parameters stored alike keep between steps; of moments and masters only this rank's blocks."""
 
-    def __init__(self, label: str, slots: GroupSlots, params: Mapping[str, Parameter], initial: Mapping[str, Tensor] | None = None,
-                 rank: int = 0, world: int = 1, multiple: int = 1):
+    def __init__(self, label: str, slots: GroupSlots, params: Mapping[str, Parameter],
+                 initial: Mapping[str, Tensor] | None = None, rank: int = 0, world: int = 1, multiple: int = 1):
         super().__init__(label, slots, params, rank, world, multiple)
         n, kahan = len(self.layout.names), slots.rounding == "kahan"
         self.m, self.v = (self.empty(slots.optimizer)[self.own].clone() for _ in range(2))
@@ -114,8 +115,8 @@ class Group(ParameterBuffers):
 def initial_values(group: ParameterBuffers, initial: Mapping[str, Tensor] | None) -> Tensor:
     """The own blocks of the unrounded initial values, f32; ValueError when some are not given."""
     if missing := [name for name in group.params if name not in (initial or {})]:
-        raise ValueError(f"master and kahan start from the f32 initial values, and those of {', '.join(missing[:3])} are not "
-                         "given: pass initial={name: tensor before rounding}")
+        raise ValueError(f"master and kahan start from the f32 initial values, and those of {', '.join(missing[:3])} are "
+                         "not given: pass initial={name: tensor before rounding}")
     return group.layout.pad(initial, group.empty(F32))[group.own].clone()
 
 
@@ -218,10 +219,15 @@ def choose_scale(group: Group, gather: Gather) -> None:
     group.S_next = next_scale(group.S, group.layout.collect_max(looks[:, 0].contiguous()), flushed, live)
 
 # %% ../nbs/10b_groups.ipynb #b09980d1
+def whole_rows(group: Group, rows: slice) -> slice:
+    """Own blocks by their place in the whole buffers."""
+    return slice(rows.start + group.own.start, rows.stop + group.own.start)
+
+
 def write_weights(group: Group, rows: slice, theta: Tensor, change: Tensor, noise: Tensor | None,
                   spare: Tensor | None) -> Tensor | None:
-    """stored ← theta - change for some own blocks; bool [rows, 1024] of unchanged stored weights when `spare` is given."""
-    stored = group.flat[rows.start + group.own.start : rows.stop + group.own.start]
+    """stored ← theta - change for some own blocks; with `spare`: bool [rows, 1024], which stored weights are unchanged."""
+    stored = group.flat[whole_rows(group, rows)]
     before = None if spare is None else stored.clone()
     if group.compensation is not None: write_kahan(stored, group.compensation[rows], theta, change, group.label, spare)
     elif group.master is not None: write_master(stored, group.master[rows], theta, change, group.label, noise, spare)
@@ -231,7 +237,7 @@ def write_weights(group: Group, rows: slice, theta: Tensor, change: Tensor, nois
 
 def read_weights(group: Group, rows: slice) -> Tensor:
     """The weights to be updated, in registers: the master where there is one."""
-    stored = group.flat[rows.start + group.own.start : rows.stop + group.own.start] if group.master is None else group.master[rows]
+    stored = group.flat[whole_rows(group, rows)] if group.master is None else group.master[rows]
     return load(stored, group.slots.work, group.label, "theta")
 
 # %% ../nbs/10b_groups.ipynb #e92748bc
@@ -246,9 +252,10 @@ def update_rows(
 ) -> None:
     """One AdamW step for some blocks."""
     g, t, u, spare = scratch
-    grads = group.grads.flat[rows.start + group.own.start : rows.stop + group.own.start]
-    torch.mul(load(grads, group.slots.work, group.label, "grad"), c.gain, out=g)
-    theta, m, v = read_weights(group, rows), read_moment(group, "m", rows, c.ratio), read_moment(group, "v", rows, c.ratio)
+    grads = load(group.grads.flat[whole_rows(group, rows)], group.slots.work, group.label, "grad")
+    torch.mul(grads, c.gain, out=g)
+    theta = read_weights(group, rows)
+    m, v = (read_moment(group, name, rows, c.ratio) for name in ("m", "v"))
     old = None if meters is None else (m.clone(), v.clone(), meters.zero_())
     config = numbers.config
     change = adamw_change(theta, g, m, v, t, u, lr=f32(numbers.lr) if group.slots.work is F32 else numbers.lr,
@@ -272,11 +279,12 @@ def update_group(
     """One AdamW step over this rank's blocks; gradients are only read. The same bits for any chunk and any sharing."""
     group.t, group.key_step = [t + 1 for t in group.t], [numbers.step] * len(group.t)
     columns, own = step_columns(group, numbers), len(group.m)
-    drawn = {Purpose.WRITE_BACK: group.slots.rounding, Purpose.M: group.slots.rounding_state, Purpose.V: group.slots.rounding_state}
-    keys = {p: block_keys(group, numbers.seed, group.key_step, p) for p, rounding in drawn.items() if rounding == "stochastic"}
+    drawn = [Purpose.WRITE_BACK] * (group.slots.rounding == "stochastic")
+    drawn += [Purpose.M, Purpose.V] * (group.slots.rounding_state == "stochastic")
+    keys = {purpose: block_keys(group, numbers.seed, group.key_step, purpose) for purpose in drawn}
     for at in range(0, own, len(scratch[0])):
         rows = slice(at, min(own, at + len(scratch[0])))
-        noise = {p: own_noise(group, key, rows) for p, key in keys.items()}
+        noise = {purpose: own_noise(group, key, rows) for purpose, key in keys.items()}
         update_rows(group, rows, columns.rows(rows), numbers, noise, tuple(x[: rows.stop - at] for x in scratch),
                     group.meters[rows] if measure else None)
     choose_scale(group, gather)

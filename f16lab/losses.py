@@ -114,6 +114,10 @@ class _CrossEntropy(torch.autograd.Function):
         return convert_recorded(d, Precision.of(ctx.grad_dtype), *where, "storage"), *[None] * 5
 
 # %% ../nbs/06e_losses.ipynb #593b2f77
+def _matrix(x: Tensor) -> Tensor:
+    """`x` as rows of its last axis; a matrix stays itself, since a view of a leaf would no longer be one."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
 def _checked(logits_shape: torch.Size, targets: Tensor, classes: int | None, o: dict) -> LossOptions:
     """Options after a look at shapes: one target per row, classes within the logits."""
     V = logits_shape[-1]
@@ -141,7 +145,7 @@ def cross_entropy(
     p = precision_of(p, logits)
     rest = dict(loss_p=loss_p or p, weight=weight, scale=scale, ignore_index=ignore_index)
     o = _checked(logits.shape, targets, classes, rest)
-    flat, targets = logits.flatten(0, -2), targets.flatten()
+    flat, targets = _matrix(logits), targets.flatten()
     if _is_plain(p, logits.device):
         flat = cast(flat, p, layer=layer, op="cross_entropy", operand="logits", reason="operand")
         return _plain_loss(flat, targets, o, layer, "cross_entropy")
@@ -179,7 +183,7 @@ def _head_chunk(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bo
 class _HeadCrossEntropy(torch.autograd.Function):
     """Loss and both gradients in one pass over row chunks; the backward only multiplies by the incoming gradient.
 
-    That product is rounded once more, unless the incoming gradient is a power of two, as it is when the loss is the end."""
+    That product is rounded once more, unless that gradient is a power of two, as it is when the loss is the end."""
 
     @staticmethod
     def forward(ctx, x, w, targets, h, grads, grad_dtypes):
@@ -208,7 +212,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 # %% ../nbs/06e_losses.ipynb #df3f6da6
 def _chunk_rows(chunk: int | None, rows: int, columns: int) -> int:
     """`chunk`, by default all rows while the logits stay under 64 Mi numbers, else as many as do; at least 1."""
-    if chunk is not None and chunk < 1: raise ValueError(f"head_cross_entropy: chunk={chunk}; it must be at least 1 row")
+    if chunk is not None and chunk < 1: raise ValueError(f"head_cross_entropy: chunk={chunk}; it must be 1 row or more")
     return max(1, min(rows, 2**26 // columns) if chunk is None else chunk)
 
 # %% ../nbs/06e_losses.ipynb #476cfe52
@@ -228,12 +232,12 @@ def head_cross_entropy(
     accum: Precision = F32,
     layer: str = "",
 ) -> Loss:
-    """Cross entropy of `hidden wᵀ` without ever holding all logits; the same meaning as linear(out=) then cross_entropy."""
+    """Cross entropy of `hidden wᵀ` without ever holding all logits; means linear(out=), then cross_entropy."""
     p = precision_of(p, hidden, w)
     out = out or p
     rest = dict(loss_p=loss_p or out, weight=weight, scale=scale, ignore_index=ignore_index)
     o = _checked((*hidden.shape[:-1], w.shape[0]), targets, classes, rest)
-    x, targets, rows = hidden.flatten(0, -2), targets.flatten(), _chunk_rows(chunk, targets.numel(), w.shape[0])
+    x, targets, rows = _matrix(hidden), targets.flatten(), _chunk_rows(chunk, targets.numel(), w.shape[0])
     if _is_plain(p, x.device) and out is p and rows >= x.shape[0]:
         where = dict(layer=layer, op="head_cross_entropy", reason="operand")
         z = F.linear(cast(x, p, operand="x", **where), cast(w, p, operand="weight", **where))

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cast import round_in_register
-from .operators import Operator, apply_operator, precision_of
-from .precision import F16, F32, Precision, accumulator
+from .operators import Operator, apply_operator, precision_of, work_of
+from .precision import F16, F32, Precision
 
 # %% ../nbs/06b_matmul.ipynb #50dc0d6b
 def product(
@@ -33,7 +33,7 @@ def product(
 # %% ../nbs/06b_matmul.ipynb #38b4cf49
 def _sum_rows(g: Tensor) -> Tensor:
     """Sum over all axes but the last, in work precision also where `g` is half."""
-    return g.reshape(-1, g.shape[-1]).sum(0, dtype=accumulator(Precision.of(g)).dtype)
+    return g.reshape(-1, g.shape[-1]).sum(0, dtype=work_of(Precision.of(g)).dtype)
 
 def _linear_plain(x, w, b, accum=F32): return F.linear(x, w, b)
 

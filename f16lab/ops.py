@@ -17,17 +17,19 @@ from torch import Tensor
 
 from .losses import Loss, cross_entropy, head_cross_entropy
 from .matmul import batched_matmul, conv2d, linear, matmul, max_pool2d
-from .pointwise import add, add_, div, dropout, exp, gelu, mul, relu, scale, scale_, sigmoid, silu, sqrt, sub, swiglu, tanh
+from .pointwise import (add, add_, div, dropout, exp, gelu, mul, relu, scale, scale_, sigmoid, silu, sqrt, sub,
+                              swiglu, tanh)
 from .precision import BF16, E4M3, E5M2, F16, F32, F64, Precision
-from .rows import (block_sums, blocksum, clone, col_sum, cumsum, gather_rows, insert_rows, layer_norm, mean, reshape, rms_norm,
-                         rope, rope_table, row_sum, scatter_add_rows, slice_rows, softmax, to_numpy, total, transfer, transpose)
+from .rows import (block_sums, blocksum, clone, col_sum, cumsum, gather_rows, insert_rows, layer_norm, mean,
+                         reshape, rms_norm, rope, rope_table, row_sum, scatter_add_rows, slice_rows, softmax, to_numpy,
+                         total, transfer, transpose)
 
 # %% ../nbs/07_ops.ipynb #ca35e5a8
-_all_ = ["Loss", "add", "add_", "batched_matmul", "block_sums", "blocksum", "clone", "col_sum", "conv2d", "cross_entropy", "cumsum",
-         "div", "dropout", "exp", "gather_rows", "gelu", "head_cross_entropy", "insert_rows", "layer_norm", "linear", "matmul",
-         "max_pool2d", "mean", "mul", "relu", "reshape", "rms_norm", "rope", "rope_table", "row_sum", "scale", "scale_",
-         "scatter_add_rows", "sigmoid", "silu", "slice_rows", "softmax", "sqrt", "sub", "swiglu", "tanh", "to_numpy", "total",
-         "transfer", "transpose"]
+_all_ = ["Loss", "add", "add_", "batched_matmul", "block_sums", "blocksum", "clone", "col_sum", "conv2d",
+         "cross_entropy", "cumsum", "div", "dropout", "exp", "gather_rows", "gelu", "head_cross_entropy", "insert_rows",
+         "layer_norm", "linear", "matmul", "max_pool2d", "mean", "mul", "relu", "reshape", "rms_norm", "rope",
+         "rope_table", "row_sum", "scale", "scale_", "scatter_add_rows", "sigmoid", "silu", "slice_rows", "softmax",
+         "sqrt", "sub", "swiglu", "tanh", "to_numpy", "total", "transfer", "transpose"]
 
 # %% ../nbs/07_ops.ipynb #334779fd
 def attention(
@@ -51,7 +53,7 @@ def attention(
 TOLERANCE: dict[Precision, float] = {F64: 1e-12, F32: 2e-6, F16: 2**-10, BF16: 2**-7, E4M3: 2**-3, E5M2: 2**-2}
 
 def deviation(a: Tensor, b: Tensor) -> float:
-    """Largest difference of two tensors relative to the largest absolute value of the second (0 for empty or equal ones)."""
+    """Largest difference of two tensors relative to the largest absolute value of `b`; 0 for empty or equal ones."""
     if a.shape != b.shape: raise ValueError(f"deviation: shapes {tuple(a.shape)} and {tuple(b.shape)} differ")
     d, top = (a.double() - b.double()).abs(), b.double().abs()
     return 0.0 if a.numel() == 0 or d.max() == 0 else (d.max() / top.max().clamp(min=2**-126)).item()

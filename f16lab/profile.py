@@ -237,8 +237,10 @@ def without_effect(values: Mapping[str, Any], overrides: tuple = ()) -> tuple[st
     tables = [dict(changes) for _, changes in overrides]
     notes = [_idle(need, values, tables) for need in NEEDS]
     for (glob, _), table in zip(overrides, tables):
-        here = [need for need in NEEDS if need.slot in table and all(name in table for name in need.of)]
-        notes += [f'{glob}:{note}' for need in here if (note := _idle(need, {**values, **table}, []))]
+        for need in (need for need in NEEDS if need.slot in table):
+            others = [] if any(name in table for name in need.of) else tables
+            note = _idle(need, {**values, **table}, others)
+            notes.append(note and f'{glob}:{note}')
     return tuple(note for note in notes if note)
 
 # %% ../nbs/02_profile.ipynb #ed813a4a

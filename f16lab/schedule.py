@@ -30,12 +30,13 @@ class Schedule:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise ValueError(f"unknown schedule {self.kind!r}; schedules are {', '.join(KINDS)}.{suggest(str(self.kind), KINDS)}")
+            near = suggest(str(self.kind), KINDS)
+            raise ValueError(f"unknown schedule {self.kind!r}; schedules are {', '.join(KINDS)}.{near}")
         if not (self.lr >= 0 and self.warmup >= 0 and self.steps >= 1 and 0 <= self.final_fraction <= 1):
             raise ValueError(f"a schedule needs lr, warmup >= 0, steps >= 1 and final_fraction in [0, 1], not {self}")
         if self.kind == "constant" and (self.warmup or self.final_fraction):
-            warnings.warn(f"warmup={self.warmup} and final_fraction={self.final_fraction} have no effect: the schedule is constant",
-                          stacklevel=3)
+            warnings.warn(f"warmup={self.warmup} and final_fraction={self.final_fraction} have no effect on a constant "
+                          "schedule", stacklevel=3)
 
     def at(self, step: int) -> float:
         """The rate of loop step `step`, counted from 0."""
@@ -53,7 +54,8 @@ def plan_changes(
     now: Schedule,
     step: int,  # next step
 ) -> tuple[str, ...]:
-    """What differs between the saved plan and the present one, in words, with the jump of the rate; empty if nothing does."""
+    """What differs between the saved plan and the present one, in words, with the jump of the rate; () if nothing does."""
     then, here = Schedule(**saved), asdict(now)
-    changed = tuple(f"schedule {key} was {saved[key]} and is {here[key]}" for key in here if saved.get(key) != here[key])
-    return (*changed, f"learning rate of step {step} becomes {now.at(step):g} instead of {then.at(step):g}") if changed else ()
+    changed = tuple(f"schedule {key} was {saved[key]} and is {here[key]}" for key in here if saved[key] != here[key])
+    jump = f"learning rate of step {step} becomes {now.at(step):g} instead of {then.at(step):g}"
+    return (*changed, jump) if changed else ()

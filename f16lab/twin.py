@@ -168,6 +168,7 @@ class Twin:
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=start, enabled=self.precision is F16)
         self.schedule = Schedule(config.optimizer.schedule, config.optimizer.lr, config.optimizer.warmup, config.run.steps,
                                  config.optimizer.final_fraction)
+        self.note = f"torch.autocast to {self.precision.tag} on {self.device.type}, GradScaler, torch.optim.AdamW"
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of a batch."""

@@ -18,8 +18,8 @@ STAT = TensorStat('wte.weight', 0.5, 0.25, 0.0, 1.0, 3, 4)
 HISTOGRAM = Histogram('train', 'blocks.0', 'output', 'f16', -24, (1, 0, 5), zeros=2, subnormals=1, infs=3,
                       nans=4, amax=1.5)
 STEP = StepRecord(7, 5.5, tokens=64, grad_norm=1.0, lr=0.1, loss_scale=1024.0, clip=1.0, skipped=True,
-                  skip_reason='inf', seconds=0.5, tokens_per_second=128.0, casts=(CAST,), tensors=(STAT,), extra={'ema': 1.0},
-                  histograms=(HISTOGRAM,))
+                  skip_reason='inf', seconds=0.5, tokens_per_second=128.0, casts=(CAST,), tensors=(STAT,),
+                  extra={'ema': 1.0}, histograms=(HISTOGRAM,))
 ALL = [CAST, STAT, HISTOGRAM, STEP, EvalRecord(7, 5.0, 10), SampleRecord(7, 'text'), EventRecord(7, 'skip', 'inf'),
        HistogramRecord(7, (HISTOGRAM,)), RunStarted({'a': {'b': 1}}, {'torch': '2'}),
        RunEnded(7, 'stopped', 'by the user')]

@@ -91,6 +91,8 @@ def test_wrong_sets_of_ranks_are_refused():
     for entry in later["tensors"].values(): entry["t"] = 9
     with pytest.raises(ValueError, match="do not fit"): merge_states([states[0], (states[1][0], later), states[2]])
     with pytest.raises(ValueError, match="merge_states"): build(PRESETS["bf16"]).load_state(*states[0])
+    tensors, plain = merge_states(states)
+    with pytest.raises(ValueError, match="no second moments|no v"): build(PRESETS["bf16"]).load_state({k: x for k, x in tensors.items() if k[0] != "v"}, plain)
 
 
 # ---------------------------------------------------------------- refusals and notes
@@ -141,6 +143,7 @@ def test_another_scale_is_exact_or_refused_with_the_count():
         target.load_state(*saved(source))
         assert target.buffers[0].S.item() == scale
         assert torch.equal(target.buffers[0].v[0, :8].double() / scale**2, source.buffers[0].v[0, :8].double() / 2.0**20)
+    source.buffers[0].v[0, :8] = 1.0
     source.buffers[0].v[0, 1], source.buffers[0].v[0, 2] = 2.0**-24, 3.0e-5
     with pytest.raises(ValueError, match="v/w: 2 of 8 entries"): build(auto.with_(state_scale="none"), {"w": torch.zeros(8)}).load_state(*saved(source))
 

@@ -48,7 +48,8 @@ def test_json_of_other_things_is_their_text():
 
 @pytest.mark.parametrize('values, size', [
     ([], 5), ([0], 5), ([0] * 99, 5), ([255], 6), ([256], 7), ([65535, 1], 9), ([65536], 9), ([2 ** 32 - 1], 9),
-    ([2 ** 32], 13), ([2 ** 63 - 1], 13), ([-1], 6), ([-128, 127], 7), ([-129], 7), ([-2 ** 63], 13), ([-2 ** 62, 2 ** 62], 21)])
+    ([2 ** 32], 13), ([2 ** 63 - 1], 13), ([-1], 6), ([-128, 127], 7), ([-129], 7),
+    ([-2 ** 63], 13), ([-2 ** 62, 2 ** 62], 21)])
 def test_ints(values, size):
     data = pack_ints(values)
     assert len(data) == size and Unpacker(data).ints() == values

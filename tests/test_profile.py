@@ -200,6 +200,8 @@ def test_t1_58_only_in_param_and_derived_from_f16():
     ('f32,accum=f16', 'accum'), ('bf16,accum=f16', 'accum'), ('f32,arith=native', 'arith'),
     ('f32,loss_scale=dynamic', 'loss_scale'), ('bf16,loss_scale=2^10', 'loss_scale'),
     ('compute=f16,stable=f16,matmul32=tf32', 'matmul32'), ('f16;lm_head:compute=f32,accum=f16', 'lm_head:accum'),
+    ('f32;lm_head:accum=f16', 'lm_head:accum'), ('f16;lm_head:arith=native,compute=f32', 'lm_head:arith'),
+    ('f16;a:param=f32,master=f32;b:compute=f16', 'a:master'),
 ])
 def test_settings_without_effect_warn(text, slot):
     with pytest.warns(UserWarning, match=f'^{slot}=.* has no effect: '): parse(text)
@@ -209,6 +211,7 @@ def test_settings_without_effect_warn(text, slot):
     'f32,master=f32;blocks.*:param=f16', 'f32,loss_scale=dynamic;blocks.*:compute=f16', 'f16,accum=f16',
     'f32,rounding=stochastic;lm_head:param=bf16', 'optimizer=f16,state_scale=2^12', 'optimizer=f16,state_scale=none',
     'bf16,matmul32=tf32;lm_head:compute=f32', 'f32,matmul32=tf32', 'bf16,arith=native', 'f16;a:accum=f16',
+    'f32;a:accum=f16;a.b:compute=f16',
     'param=t1_58,compute=f16,rounding=stochastic', 'param=e4m3,compute=e4m3,master=f32,loss_scale=dynamic',
 ])
 def test_settings_that_something_uses_do_not_warn(text):
@@ -276,7 +279,8 @@ def test_scales():
     ('*', ['a', 'a.b'], ['']),
     ('*.ln?', ['a.ln1', 'a.ln2.x'], ['a.b.ln1', 'a.ln', 'a.ln12', 'ln1']),
     ('ln*', ['ln', 'ln_f', 'ln1.weight'], ['a.ln1']),
-    ('a.b+c', [], []),
+    ('x**.y', ['xa.y', 'xa.b.y', 'x.y', 'x.b.y.z'], ['xy', 'ax.y']),
+    ('**y', ['y', 'a.xy', 'a.y.b'], ['a.z']),
 ])
 def test_globs(glob, hits, misses):
     assert [path for path in hits if not match_glob(glob, path)] == []
