@@ -85,7 +85,7 @@ def adamw_change(
     *,
     lr: float, beta1: float, beta2: float, eps: float | Tensor, wd: Tensor | None, c1: Tensor, c2: Tensor,
 ) -> Tensor:
-    """lr·(m̂/(√v̂ + eps) + wd·theta) with new moments: what `adamw_update` subtracts, bit for bit. wd None: no decay."""
+    """lr·(m̂/(√v̂ + eps) + wd·theta) with new moments: what `adamw_update` subtracts, bit for bit. wd None: none."""
     m.mul_(beta1).add_(torch.mul(g, 1 - beta1, out=t))
     v.mul_(beta2).add_(torch.mul(g, g, out=t).mul_(1 - beta2))
     square_root_(torch.div(v, c2, out=t)).add_(eps)
@@ -193,7 +193,8 @@ def tensor_stats(layout: BlockTables, meters: Tensor) -> tuple[TensorStat, ...]:
     rows = layout.collect(meters).tolist()
     share = lambda a, b: a / b if b else math.nan  # noqa: E731
     shares = [[share(*row[i : i + 2]) for i in (0, 2, 4, 6)] for row in rows]
-    return tuple(TensorStat(name, *four, int(row[-2]), int(row[-1])) for name, four, row in zip(layout.names, shares, rows))
+    return tuple(TensorStat(name, *four, flushed=int(row[-2]), saturated=int(row[-1]))
+                 for name, four, row in zip(layout.names, shares, rows))
 
 # %% ../nbs/10a_adamw.ipynb #99082cb3
 S_MIN, S_START, S_MAX = 2.0**6, 2.0**10, 2.0**12

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Entry', 'entry', 'entries', 'Racer', 'machine', 'weights', 'square_sums', 'relative', 'distances', 'widest_gap',
-           'noisy_profile', 'band_name', 'band_entries', 'Progress', 'Race', 'measure', 'lockstep', 'planned_bytes',
-           'measured_bytes', 'result', 'quiet', 'seed_runs', 'start_race', 'open_logs', 'band_of', 'outcome', 'compare',
-           'close_logs', 'run_comparison']
+           'noisy_profile', 'short_text', 'band_name', 'band_entries', 'Progress', 'Race', 'measure', 'lockstep',
+           'planned_bytes', 'measured_bytes', 'result', 'quiet', 'seed_runs', 'start_race', 'open_logs', 'band_of',
+           'outcome', 'compare', 'close_logs', 'run_comparison']
 
 # %% ../nbs/17_compare.ipynb #74598253
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from .nn import named_parameters_once
 from .ops import block_sums
 from .packing import to_json
 from .precision import BF16, F16, Precision
-from .profile import PRESETS, PrecisionProfile, bytes_per_parameter, preset_name, storage_of
+from .profile import PRESETS, PrecisionProfile, bytes_per_parameter, preset_name, slot_values, storage_of, value_text
 from .runlog import RunLog
 from .train import Trainer, due, steps
 from .twin import Twin, twin_steps
@@ -143,10 +143,19 @@ def noisy_profile(e: Entry) -> PrecisionProfile | None:
     if p.compute in narrow: return p.with_(param=p.compute, rounding="stochastic")
     return p.with_(rounding_state="stochastic") if p.optimizer in narrow else None
 
+def short_text(profile: PrecisionProfile) -> str:
+    """The shortest text of a profile: a preset and what differs from it."""
+    def changes(name: str) -> list[str]:
+        old = slot_values(PRESETS[name])
+        return [f"{slot}={value_text(value)}" for slot, value in slot_values(profile).items() if value != old[slot]]
+    texts = sorted((",".join([name, *changes(name)]) for name in PRESETS), key=lambda text: (text.count("="), len(text)))
+    overrides = "".join(f";{glob}:" + ",".join(f"{n}={value_text(v)}" for n, v in pairs) for glob, pairs in profile.overrides)
+    return next((text + overrides for text in texts if PrecisionProfile.parse(text + overrides) == profile), str(profile))
+
 def band_name(e: Entry) -> str:
-    """The noisy profile's preset name or text; '' without one."""
+    """The noisy profile in short; '' without one."""
     p = noisy_profile(e)
-    return "" if p is None else preset_name(p) or str(p)
+    return "" if p is None else short_text(p)
 
 def band_entries(found: Sequence[Entry], bands: int) -> tuple[Entry, ...]:
     """The repetitions that `bands` repetitions a profile ask for: at least two runs a band, each profile once."""

@@ -230,6 +230,7 @@ def from_dict(table: Mapping[str, Any]) -> TrainConfig:
     for key in table:
         require(key in allowed, "section", key, f"a recipe has {', '.join(allowed)}.{suggest(key, allowed)}")
     profile = table.get("profile", "f32")
+    require(isinstance(profile, (str, Mapping)), "profile", profile, "give a preset, the text of a profile, or a table [profile]")
     profile = PrecisionProfile.from_dict(profile) if isinstance(profile, Mapping) else PrecisionProfile.parse(profile)
     return TrainConfig(profile, **{name: _section(kind, table.get(name, {}), name) for name, kind in SECTIONS.items()})
 

@@ -113,7 +113,7 @@ class FlatLayout(BlockTables):
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The tensor `name` inside a flat buffer: a view in its own shape, no copy. ValueError for an unknown name."""
-        if name not in self.index: raise ValueError(f"no tensor {name!r} here; the layout holds {', '.join(self.names)}")
+        if name not in self.index: raise ValueError(f"no tensor {name!r} here, only {', '.join(self.names)}")
         i = self.index[name]
         start = self.starts[i] * BLOCK
         return flat.view(-1)[start : start + self.sizes[i]].view(self.shapes[i])
@@ -297,7 +297,7 @@ class TooManySkips(RuntimeError):
     def __init__(self, loss_scale: LossScale, tensor: str | None = None):
         self.skips, self.tensor = loss_scale.skips, tensor
         super().__init__(f"{loss_scale.skips} steps in a row had a non-finite gradient, down to loss scale "
-                         f"{loss_scale.scale:g}; the first tensor that overflowed in backward is {tensor or 'not known'}. "
+                         f"{loss_scale.scale:g}; the first to overflow in backward was {tensor or 'not known'}. "
                          "Weights are those of the last good step. Lower the learning rate, or widen compute or stable")
 
 # %% ../nbs/10_grads.ipynb #27016d9c
@@ -403,6 +403,7 @@ def micro_steps(
     if each < 1 or tokens < 1:
         raise ValueError(f"tokens={tokens}, batch={batch}, context={context}, world={world}: all must be at least 1")
     if tokens % each:
-        raise ValueError(f"{tokens} tokens a step are {tokens / each:.2f} micro-steps of batch {batch} × context {context} "
-                         f"on {world} ranks; choose a multiple of {each}, such as {max(1, round(tokens / each)) * each}")
+        near = max(1, round(tokens / each)) * each
+        raise ValueError(f"{tokens} tokens a step are {tokens / each:.2f} micro-steps of batch {batch} × context "
+                         f"{context} on {world} ranks; choose a multiple of {each}, such as {near}")
     return tokens // each

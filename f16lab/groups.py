@@ -51,8 +51,8 @@ def slots_of(profile: PrecisionProfile) -> GroupSlots:
                        profile.rounding_state if optimizer in (F16, BF16) else "nearest",
                        profile.state_scale if optimizer is F16 else "none")
     if slots.work is F64 and "stochastic" in (slots.rounding, slots.rounding_state):
-        raise NotImplementedError(f"stochastic rounding of param={storage}, optimizer={optimizer} would start from f64, and "
-                                  "its noise is defined for f32: use rounding=nearest or kahan, or optimizer=f32")
+        raise NotImplementedError(f"stochastic rounding with param={storage}, optimizer={optimizer} would start from "
+                                  "f64 and is defined from f32: use rounding=nearest or kahan, or optimizer=f32")
     return slots
 
 # %% ../nbs/10b_groups.ipynb #c1a87fa8
@@ -115,8 +115,8 @@ class Group(ParameterBuffers):
 def initial_values(group: ParameterBuffers, initial: Mapping[str, Tensor] | None) -> Tensor:
     """The own blocks of the unrounded initial values, f32; ValueError when some are not given."""
     if missing := [name for name in group.params if name not in (initial or {})]:
-        raise ValueError(f"master and kahan start from the f32 initial values, and those of {', '.join(missing[:3])} are "
-                         "not given: pass initial={name: tensor before rounding}")
+        raise ValueError(f"master and kahan start from f32 initial values, and those of {', '.join(missing[:3])} are "
+                         "missing: pass initial={name: tensor before rounding}")
     return group.layout.pad(initial, group.empty(F32))[group.own].clone()
 
 
@@ -226,7 +226,7 @@ def whole_rows(group: Group, rows: slice) -> slice:
 
 def write_weights(group: Group, rows: slice, theta: Tensor, change: Tensor, noise: Tensor | None,
                   spare: Tensor | None) -> Tensor | None:
-    """stored ← theta - change for some own blocks; with `spare`: bool [rows, 1024], which stored weights are unchanged."""
+    """stored ← theta - change for some own blocks; with `spare` returns which stored weights stayed, [rows, 1024]."""
     stored = group.flat[whole_rows(group, rows)]
     before = None if spare is None else stored.clone()
     if group.compensation is not None: write_kahan(stored, group.compensation[rows], theta, change, group.label, spare)

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from .cast import cast, convert_recorded, grad_dtype_of
 from .device import Path, table_for
 from .matmul import product
-from .operators import precision_of
-from .precision import F32, F64, Precision, accumulator
+from .operators import precision_of, work_of
+from .precision import F32, F64, Precision
 from .rows import blocksum
 
 # %% ../nbs/06e_losses.ipynb #27c93555
@@ -94,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, p, o, layer, grad_dtype):
         z = convert_recorded(logits, p, layer, "cross_entropy", "logits", "forward", "operand")
-        wide = convert_recorded(z, accumulator(p), layer, "cross_entropy", "logits", "forward", "boundary")
+        wide = convert_recorded(z, work_of(p), layer, "cross_entropy", "logits", "forward", "boundary")
         rows, lse = row_losses(wide, targets, o)
         ctx.save_for_backward(z, targets, lse)
         ctx.p, ctx.o, ctx.layer, ctx.grad_dtype = p, o, layer, grad_dtype
@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g, _):
-        (z, targets, lse), o, work = ctx.saved_tensors, ctx.o, accumulator(ctx.p)
+        (z, targets, lse), o, work = ctx.saved_tensors, ctx.o, work_of(ctx.p)
         name, where = (ctx.layer, "cross_entropy"), (ctx.layer, "cross_entropy", "logits", "backward")
         wide = convert_recorded(z, work, *where, "boundary")
         g = convert_recorded(g, work, *name, "loss", "backward", "boundary")
@@ -165,7 +165,7 @@ class HeadOptions(NamedTuple):
 def _through(x: Tensor, p: Precision, h: HeadOptions, operand: str, direction: str, reason: str) -> Tensor:
     """`x` through the door to `p`, then to the work precision."""
     x = convert_recorded(x, p, h.layer, "head_cross_entropy", operand, direction, reason)
-    return convert_recorded(x, accumulator(h.p), h.layer, "head_cross_entropy", operand, direction, "boundary")
+    return convert_recorded(x, work_of(h.p), h.layer, "head_cross_entropy", operand, direction, "boundary")
 
 # %% ../nbs/06e_losses.ipynb #88a0ec08
 def _head_chunk(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor | None, ...]:

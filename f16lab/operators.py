@@ -34,7 +34,7 @@ class Operator:
 
 # %% ../nbs/06a_operators.ipynb #732879c4
 def work_of(p: Precision) -> Precision:
-    """W, the precision in which an operator in `p` computes: f32, or f64 for f64 (`accumulator`, without its search)."""
+    """W, the precision an operator in `p` computes in: f32, or f64 for f64 (`accumulator` without its search)."""
     return F64 if p is F64 else F32
 
 def _plain_allowed(p: Precision, out: Precision, accum: Precision = F32, alpha: float = 1.0, **_) -> bool:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cast import cast, convert_recorded
-from .operators import Operator, apply_operator, precision_of
-from .precision import Precision, accumulator
+from .operators import Operator, apply_operator, precision_of, work_of
+from .precision import Precision
 from .rounding import Key, noise
 
 # %% ../nbs/06c_pointwise.ipynb #5c65a0da
@@ -124,7 +124,7 @@ def _into(target: Tensor, y: Tensor, p: Precision, layer: str, op: str) -> Tenso
 def _read(x: Tensor, p: Precision, layer: str, op: str, operand: str) -> Tensor:
     """An operand brought to `p`, then widened to the work precision."""
     x = convert_recorded(x, p, layer, op, operand, "forward", "operand")
-    return convert_recorded(x, accumulator(p), layer, op, operand, "forward", "boundary")
+    return convert_recorded(x, work_of(p), layer, op, operand, "forward", "boundary")
 
 # %% ../nbs/06c_pointwise.ipynb #f1d14f05
 @torch.no_grad()

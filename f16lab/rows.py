@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from .cast import convert_recorded, grad_dtype_of
 from .device import Path, table_for
-from .operators import Operator, apply_operator, precision_of
-from .precision import F32, F64, Precision, accumulator, promote
+from .operators import Operator, apply_operator, precision_of, work_of
+from .precision import F32, F64, Precision, promote
 
 # %% ../nbs/06d_rows.ipynb #b69c7c6f
 def _spread(g, shapes): return g.expand(shapes[0])
@@ -168,7 +168,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, g):
         (ids,), out, where = ctx.saved_tensors, Precision.of(ctx.grad_dtype), (ctx.layer, "gather_rows")
         native = out is ctx.p and table_for(g.device.type).path("gather_rows", "backward", out) is Path.NATIVE
-        if not native: g = convert_recorded(g, accumulator(promote(ctx.p, out)), *where, "grad", "backward", "boundary")
+        if not native: g = convert_recorded(g, work_of(promote(ctx.p, out)), *where, "grad", "backward", "boundary")
         summed = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False)
         return convert_recorded(summed, out, *where, "table", "backward", "storage"), None, None, None, None
 

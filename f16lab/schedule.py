@@ -54,7 +54,7 @@ def plan_changes(
     now: Schedule,
     step: int,  # next step
 ) -> tuple[str, ...]:
-    """What differs between the saved plan and the present one, in words, with the jump of the rate; () if nothing does."""
+    """What differs between the saved plan and the present one, in words, with the jump of the rate; else ()."""
     then, here = Schedule(**saved), asdict(now)
     changed = tuple(f"schedule {key} was {saved[key]} and is {here[key]}" for key in here if saved[key] != here[key])
     jump = f"learning rate of step {step} becomes {now.at(step):g} instead of {then.at(step):g}"

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['ALARM', 'TAIL', 'MARGIN', 'OPENING', 'NOISE_LIMIT', 'Distances', 'Contender', 'Band', 'Comparison', 'deviations',
-           'largest', 'efficiencies', 'late', 'worst_tensor', 'Summary', 'cast_rates', 'final_loss', 'step_seconds',
-           'summary', 'running_width', 'band_width', 'layer_of', 'first_layer', 'Verdict', 'leaves_at', 'noise_at_end',
-           'seed_words', 'judged', 'stated', 'remedy', 'alarms', 'verdict', 'verdicts']
+           'largest', 'efficiencies', 'late', 'worst_tensor', 'Summary', 'cast_rates', 'last_losses', 'final_loss',
+           'step_seconds', 'summary', 'running_width', 'band_width', 'layer_of', 'first_layer', 'Verdict', 'leaves_at',
+           'noise_at_end', 'outcome_spread', 'seed_words', 'judged', 'stated', 'remedy', 'alarms', 'verdict',
+           'verdicts']
 
 # %% ../nbs/16d_verdict.ipynb #020fafc6
 import math
@@ -160,9 +161,14 @@ def cast_rates(steps: Iterable[StepRecord]) -> tuple[float, float]:
     if not counted: return math.nan, math.nan
     return tuple(fmean(sum(getattr(row, what) for row in rows) for rows in counted) for what in ("count", "bytes"))
 
-def final_loss(contender: Contender) -> float:
+def last_losses(steps: Sequence[StepRecord]) -> float:
     """Mean of the last training losses, NaN without any."""
-    return fmean(r.loss for r in contender.steps[-TAIL:]) if contender.steps else math.nan
+    return fmean(r.loss for r in steps[-TAIL:]) if steps else math.nan
+
+def final_loss(contender: Contender) -> float:
+    """What a run came to: its last held-out loss if it was evaluated after its last step, else the mean of its last training losses."""
+    held = contender.evals[-1:] if contender.steps else ()
+    return held[0].loss if held and held[0].step > contender.steps[-1].step else last_losses(contender.steps)
 
 def step_seconds(steps: Sequence[StepRecord]) -> float:
     """Median seconds of a step, the first of a run (which warms up) left out when there are others."""
@@ -175,7 +181,7 @@ def summary(comparison: Comparison, contender: Contender) -> Summary:
     held, known = c.evals[-1].loss if c.evals else math.nan, {e.step: e.loss for e in ref.evals}
     casts, size = cast_rates(c.steps)
     seconds = step_seconds(c.steps)
-    return Summary(c.name, c.profile, len(c.steps), final_loss(c), held, deviation, at,
+    return Summary(c.name, c.profile, len(c.steps), last_losses(c.steps), held, deviation, at,
                    _relative(held, known.get(c.evals[-1].step, math.nan)) if c.evals else math.nan, casts, size,
                    sum((c.planned or c.memory).values()) or math.nan, seconds,
                    fmean(r.tokens for r in c.steps) / seconds if c.steps and seconds > 0 else math.nan,
@@ -236,17 +242,19 @@ def leaves_at(contender: Contender, reference: Contender, width: Mapping[int, fl
 
 def noise_at_end(band: Band) -> float:
     """Largest difference between the final losses of a band's repetitions, relative; NaN if one of them is not finite."""
-    finals = [fmean(losses[-TAIL:]) for losses in band.losses if losses]
-    if not finals or not all(map(math.isfinite, finals)): return math.nan
+    return outcome_spread(fmean(losses[-TAIL:]) for losses in band.losses if losses)
+
+def outcome_spread(finals: Iterable[float]) -> float:
+    """(largest − smallest)/|mean|; NaN for fewer than two, or if one is not finite."""
+    finals = list(finals)
+    if len(finals) < 2 or not all(map(math.isfinite, finals)): return math.nan
     return (max(finals) - min(finals)) / abs(fmean(finals))
 
 def seed_words(comparison: Comparison, contender: Contender) -> str:
-    """Where the final loss lies among those of other seeds, as half a sentence; '' if there are none."""
-    finals, mine = [*comparison.seed_finals, final_loss(comparison.reference)], final_loss(contender)
-    if len(finals) < 2: return ""
-    low, high = min(finals), max(finals)
-    where = "inside" if low <= mine <= high else "outside"
-    return f"; its final loss {mine:.4g} lies {where} the spread of {len(finals)} {comparison.reference.name} seeds ({low:.4g} … {high:.4g})"
+    """The final loss beside those of other seeds, as half a sentence; '' if there are none."""
+    ref, finals = comparison.reference, (*comparison.seed_finals, final_loss(comparison.reference))
+    spread, off = outcome_spread(finals), _relative(final_loss(contender), final_loss(ref))
+    return "" if math.isnan(spread) else f"; its final loss is {off:+.2%} off, while {len(finals)} {ref.name} seeds differ by {spread:.2%}"
 
 # %% ../nbs/16d_verdict.ipynb #3609e21f
 NOISE_LIMIT = 0.01  # relative spread of the final loss above which nothing can be judged
@@ -255,15 +263,15 @@ def judged(comparison: Comparison, c: Contender, band: Band) -> Verdict:
     """The verdict on a contender that has a band."""
     ref, width = comparison.reference, band_width(band, comparison.reference)
     at, noise, (deviation, peak) = leaves_at(c, ref, width), noise_at_end(band), largest(deviations(c, ref))
-    finals = [*comparison.seed_finals, final_loss(ref)]
-    limit = min([NOISE_LIMIT, *([(max(finals) - min(finals)) / abs(fmean(finals))] if len(finals) > 1 else [])])
+    limit = min(NOISE_LIMIT, outcome_spread((*comparison.seed_finals, final_loss(ref))))  # min ignores a NaN that comes second
     of = f"{len(band.seeds)} repetitions of {band.name}"
     if at is not None:
         layer = first_layer(c, band)
         where = f"; the first layer whose weights leave theirs is {layer[0]}, at step {layer[1]}" if layer else ""
         size = abs(deviations(c, ref)[at])
-        return Verdict("leaves the band", f"leaves the band at step {at}: deviation {size:.1e}, noise allows {width.get(at, 0.0):.1e} "
-                       f"({of}){where}{seed_words(comparison, c)}.", at, layer[0] if layer else "")
+        how = f"deviation {size:.1e}, noise allows {width.get(at, 0.0):.1e}" if math.isfinite(size) else "its loss is not finite"
+        return Verdict("leaves the band", f"leaves the band at step {at}: {how} ({of}){where}"
+                       f"{seed_words(comparison, c)}.", at, layer[0] if layer else "")
     if not noise <= limit:
         return Verdict("too noisy", f"too noisy to judge: {of} end {noise:.1e} apart, and more than {limit:.1e} is no small noise.")
     return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {deviation:.1e} (step {peak}), where noise allows "

@@ -144,6 +144,7 @@ def test_padding_rows_start_at_zero_and_do_not_move_the_others():
     rows = Init(std=0.02, rows=7).draw("wte.weight", torch.Size([16, 8]), 1)
     assert rows[7:].eq(0).all()
     assert torch.equal(rows[:7], Init(std=0.02).draw("wte.weight", torch.Size([7, 8]), 1))
+    assert Init(1.0, rows=1).draw("w", torch.Size([2, 2]), 0).tolist() == [[1, 1], [0, 0]]
 
 
 def test_seed_and_name_matter():
