@@ -99,7 +99,7 @@ class SampleRecord:
     step: int
     text: str
 
-
+# %% ../nbs/03_events.ipynb #5495c745
 @dataclass(frozen=True)
 class EventRecord:
     "Something worth a line: kind is one word (checkpoint, resume, skip, scale, warning, …)."
@@ -114,7 +114,7 @@ class HistogramRecord:
     step: int
     histograms: tuple[Histogram, ...]
 
-
+# %% ../nbs/03_events.ipynb #b17cc651
 @dataclass(frozen=True)
 class RunStarted:
     "First record of a run: configuration as plain dicts, versions of the libraries."
@@ -173,7 +173,7 @@ class Bus:
             warnings.warn(f'subscriber {_name(entry)} failed and goes on being called; training is not affected: '
                           f'{type(error).__name__}: {error}', stacklevel=3)
 
-
+# %% ../nbs/03_events.ipynb #f2258e54
 def _name(entry: Callable) -> str:
     fn = entry.__wrapped__
     return getattr(fn, '__qualname__', None) or type(fn).__name__

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .adamw import (METERS, S_START, AdamWConfig, adamw_change, bias_corrections, count, load, meter_moment,
-                          meter_update, next_scale, store, store_moment, write_kahan, write_master, write_plain)
+                          meter_update, next_scale, nonzero, store, store_moment, write_kahan, write_master, write_plain)
 from .grads import BLOCK, FlatLayout, Gather, GradBuffer, f32
 from .precision import BF16, F16, F32, F64, Precision, promote
 from .profile import PrecisionProfile, static_scale, storage_of
@@ -124,7 +124,7 @@ def initial_rest(group: ParameterBuffers, start: Tensor) -> Tensor:
     """What rounding the initial values lost, as a compensation buffer."""
     p = group.slots.storage
     rest = start - load(group.flat[group.own], F32, group.label, "theta")
-    return store(rest * kahan_scale(p), p, group.label, "compensation", saturate=True)
+    return store(rest.mul_(kahan_scale(p)).clamp_(-p.max, p.max), p, group.label, "compensation")
 
 # %% ../nbs/10b_groups.ipynb #d641b1c4
 @dataclass(frozen=True)
@@ -201,11 +201,12 @@ def read_moment(group: Group, name: str, rows: slice, ratio: Tensor | None) -> T
 
 def keep_moment(group: Group, name: str, rows: slice, x: Tensor, noise: Tensor | None, meters: Tensor | None) -> Tensor:
     """Writes m or v of some own blocks back; returns it as stored."""
+    if name == "v" and group.looks is not None: group.looks[rows, 0] = x.amax(1)  # before it is clamped
     stored = store_moment(x, group.slots.optimizer, group.label, name, noise, meters)
     if stored is not x: getattr(group, name)[rows] = stored
     if name == "v" and group.looks is not None:
-        group.looks[rows, 0] = x.amax(1)
-        group.looks[rows, 1], group.looks[rows, 2] = count((stored == 0) & (x != 0)), count(x != 0)
+        group.looks[rows, 2] = live = count(nonzero(x))
+        group.looks[rows, 1] = live - count(nonzero(stored))
     return stored
 
 
@@ -226,13 +227,13 @@ def whole_rows(group: Group, rows: slice) -> slice:
 
 def write_weights(group: Group, rows: slice, theta: Tensor, change: Tensor, noise: Tensor | None,
                   spare: Tensor | None) -> Tensor | None:
-    """stored ← theta - change for some own blocks; with `spare` returns which stored weights stayed, [rows, 1024]."""
+    """stored ← theta - change for some own blocks; with `spare` returns 1 where a stored weight moved."""
     stored = group.flat[whole_rows(group, rows)]
     before = None if spare is None else stored.clone()
     if group.compensation is not None: write_kahan(stored, group.compensation[rows], theta, change, group.label, spare)
     elif group.master is not None: write_master(stored, group.master[rows], theta, change, group.label, noise, spare)
     else: write_plain(stored, theta, change, group.label, noise, spare)
-    return None if before is None else stored == before
+    return None if before is None else nonzero(torch.sub(stored, before, out=torch.empty_like(spare)))
 
 
 def read_weights(group: Group, rows: slice) -> Tensor:
@@ -262,11 +263,11 @@ def update_rows(
                           beta1=config.beta1, beta2=config.beta2, eps=c.eps, wd=c.wd, c1=c.c1, c2=c.c2)
     m = keep_moment(group, "m", rows, m, noise.get(Purpose.M), meters)
     v = keep_moment(group, "v", rows, v, noise.get(Purpose.V), meters)
-    kept = write_weights(group, rows, theta, change, noise.get(Purpose.WRITE_BACK), None if old is None else spare)
+    moved = write_weights(group, rows, theta, change, noise.get(Purpose.WRITE_BACK), None if old is None else spare)
     if old is None: return
-    meter_moment(meters, g, old[0], m, METERS.index("stalled_m"))
-    meter_moment(meters, torch.mul(g, g, out=t), old[1], v, METERS.index("stalled_v"))
-    meter_update(meters, change.neg_(), spare, kept)
+    meter_moment(meters, g, old[0], m, "m")
+    meter_moment(meters, torch.mul(g, g, out=t), old[1], v, "v")
+    meter_update(meters, change.neg_(), spare, moved)
 
 # %% ../nbs/10b_groups.ipynb #d37af3eb
 def update_group(

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .cast import cast, convert_recorded, grad_dtype_of
+from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import Path, table_for
 from .matmul import product
 from .operators import precision_of, work_of
@@ -103,8 +102,8 @@ class _CrossEntropy(torch.autograd.Function):
         return value, recorded
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g, _):
+        only_once()
         (z, targets, lse), o, work = ctx.saved_tensors, ctx.o, work_of(ctx.p)
         name, where = (ctx.layer, "cross_entropy"), (ctx.layer, "cross_entropy", "logits", "backward")
         wide = convert_recorded(z, work, *where, "boundary")
@@ -203,8 +202,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return value, recorded
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g, _):
+        only_once()
         out = [convert_recorded(saved * g, Precision.of(dtype), *ctx.name, operand, "backward", "storage")
                for saved, dtype, operand in zip(ctx.saved_tensors, ctx.grad_dtypes, ("x", "weight"))]
         return *out, None, None, None, None

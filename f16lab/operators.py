@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .cast import cast, convert_recorded, grad_dtype_of
+from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import Path, table_for
 from .precision import BF16, F32, F64, Precision
 from .profile import resolve
@@ -81,8 +80,8 @@ class _Apply(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
+        only_once()
         op, p, layer, name, shapes = ctx.op, ctx.p, ctx.layer, ctx.op.name, ctx.shapes
         xs, statistics = ctx.saved_tensors[:len(shapes)], ctx.saved_tensors[len(shapes):]
         g = convert_recorded(g, p, layer, name, "grad", "backward", "operand")
@@ -117,7 +116,9 @@ def apply_operator(
 # %% ../nbs/06a_operators.ipynb #6ab7dbb5
 def precision_of(p: Precision | None, *tensors: Tensor | None) -> Precision:
     """`p`, or the promotion of the tensors that hold floating-point numbers; ValueError for what is no precision."""
-    return resolve(p, tuple(Precision.of(t) for t in tensors if t is not None and t.is_floating_point()))
+    if p is None: return resolve(p, [Precision.of(t) for t in tensors if t is not None and t.is_floating_point()])
+    if isinstance(p, int | float): raise ValueError(f"p={p} is a number, not a precision such as F16")
+    return resolve(p, ())
 
 def _brought(tensors: tuple, p: Precision, layer: str, op: Operator) -> tuple[Tensor | None, ...]:
     """The operands in `p` by differentiable casts; None and integer tensors pass."""

@@ -226,8 +226,8 @@ def saved_or_derived(role: str, saved: Mapping[str, Tensor | None], theta: Tenso
         rest = 0 if other is None else load(other, F32, "load", "compensation") / kahan_scale(p)
         return wide + rest, "master made from the weights" + (" and their compensation" if other is not None else "")
     if other is None: return torch.zeros_like(theta), "compensation starts at zero"
-    rest = store((other - wide) * kahan_scale(p), p, "load", "compensation", saturate=True)
-    return rest, "compensation made from the master"
+    rest = ((other - wide) * kahan_scale(p)).clamp_(-p.max, p.max)
+    return store(rest, p, "load", "compensation"), "compensation made from the master"
 
 # %% ../nbs/11_optim.ipynb #f5f639d7
 def scales_to_load(group: Group, entries: Mapping[str, Mapping[str, Any]]) -> tuple[list[float], list[float]]:

@@ -24,7 +24,7 @@ from .events import CastRow, Histogram, StepRecord, TensorStat
 _WORD = re.compile(r'\\*(NaN|-?Infinity)')
 _NUMBERS = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
-
+# %% ../nbs/03a_packing.ipynb #46df8233
 def to_plain(value: Any) -> Any:
     "A value that strict JSON can hold: non-finite floats as words, look-alike texts marked, other things as text."
     if isinstance(value, np.generic): value = value.item()
@@ -37,7 +37,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)): return [to_plain(item) for item in value]
     return to_plain(str(getattr(value, 'tag', value)))
 
-
+# %% ../nbs/03a_packing.ipynb #de2b38b3
 def from_plain(value: Any) -> Any:
     "The inverse of `to_plain` for what JSON can hold."
     if isinstance(value, str) and _WORD.fullmatch(value): return value[1:] if value[0] == '\\' else _NUMBERS[value]
@@ -64,7 +64,7 @@ def _upright(data: bytes, dtype: str, count: int) -> np.ndarray:
     width = np.dtype(dtype).itemsize
     return np.frombuffer(data, np.uint8).reshape(width, count).T.copy().view(dtype).reshape(count)
 
-
+# %% ../nbs/03a_packing.ipynb #6d23ec4e
 def pack_ints(values: Sequence[int]) -> bytes:
     "Whole numbers (63 bits and a sign) as bytes: a header of width and count, then byte planes."
     array = np.asarray(values, np.int64).reshape(-1)
@@ -134,7 +134,7 @@ def pack_step(record: StepRecord) -> tuple[tuple, bytes]:
     body += pack_ints([n for t in record.tensors for n in (t.flushed, t.saturated)])
     return layout, zlib.compress(body + record.skip_reason.encode(), 1)
 
-
+# %% ../nbs/03a_packing.ipynb #72abc45b
 def step_scalars(body: bytes) -> np.ndarray:
     "The scalars alone, f64 in layout order, from a body of `pack_step`."
     return Unpacker(zlib.decompress(body)).floats()
@@ -176,7 +176,7 @@ def pack_histograms(histograms: Iterable[Histogram]) -> tuple[tuple, bytes]:
     body += pack_ints([getattr(h, name) for name in _APART for h in hs]) + pack_floats([h.amax for h in hs])
     return tuple((h.phase, h.layer, h.tensor, h.precision) for h in hs), zlib.compress(body, 1)
 
-
+# %% ../nbs/03a_packing.ipynb #fa0daf1a
 def unpack_histograms(layout: Sequence[Sequence[str]], body: bytes) -> tuple[Histogram, ...]:
     "The histograms from a layout and a body of `pack_histograms`."
     data, n = Unpacker(zlib.decompress(body)), len(layout)

@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch.autograd.function import once_differentiable
-
-from .cast import convert_recorded, grad_dtype_of
+from .cast import convert_recorded, grad_dtype_of, only_once
 from .device import Path, table_for
 from .operators import Operator, apply_operator, precision_of, work_of
 from .precision import F32, F64, Precision, promote
@@ -164,8 +162,8 @@ class _Gather(torch.autograd.Function):
         return convert_recorded(F.embedding(ids, table), p, layer, "gather_rows", "rows", "forward", "operand")
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
+        only_once()
         (ids,), out, where = ctx.saved_tensors, Precision.of(ctx.grad_dtype), (ctx.layer, "gather_rows")
         native = out is ctx.p and table_for(g.device.type).path("gather_rows", "backward", out) is Path.NATIVE
         if not native: g = convert_recorded(g, work_of(promote(ctx.p, out)), *where, "grad", "backward", "boundary")

@@ -28,6 +28,8 @@ from .packing import (Unpacker, from_json, pack_casts, pack_floats, pack_histogr
 FORMAT = 1
 BLOCK = 256  # steps in one block
 _MARK = 0x66313672  # 'f16r', SQLite's application_id
+
+# %% ../nbs/03b_runfile.ipynb #4a9f1f25
 _SCHEMA = f'''
 CREATE TABLE run(session INTEGER PRIMARY KEY, config TEXT, versions TEXT, status TEXT, message TEXT,
                  started REAL, ended REAL);
@@ -54,7 +56,7 @@ def connect(path: Path, mode: str, timeout: float = 10.0) -> sqlite3.Connection:
     return sqlite3.connect(f'{path.absolute().as_uri()}?mode={mode}', uri=True, timeout=timeout, isolation_level=None,
                            check_same_thread=False)
 
-
+# %% ../nbs/03b_runfile.ipynb #16fb5bda
 def _check(path: Path, db: sqlite3.Connection) -> bool:
     "True for a run log of this format, False for a database without any content; RunLogError for everything else."
     try: mark, version, tables = (db.execute(sql).fetchone()[0] for sql in (
@@ -68,7 +70,7 @@ def _check(path: Path, db: sqlite3.Connection) -> bool:
                           f'use the version that wrote it{later}.')
     return True
 
-
+# %% ../nbs/03b_runfile.ipynb #43f9e4e5
 def open_for_writing(path: Path) -> sqlite3.Connection:
     "A run log to write into, made if there is none; RunLogError when the file is something else."
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def take_lock(path: Path) -> sqlite3.Connection:
                           'Stop that one, or choose another file.') from error
     return lock
 
-
+# %% ../nbs/03b_runfile.ipynb #7c8f60cd
 def is_live(path: str | Path) -> bool:
     "True while a process has the run log at `path` open for writing."
     path = Path(f'{path}-lock')
@@ -127,7 +129,7 @@ class Series(NamedTuple):
     steps: np.ndarray
     values: np.ndarray
 
-
+# %% ../nbs/03b_runfile.ipynb #bb5b7cae
 def decimate(series: Series, max_points: int) -> Series:
     "At most `max_points` (≥ 8) points: first, last, and the extremes of equal stretches; NaN and inf stay visible."
     if max_points < 8: raise ValueError(f'max_points={max_points}: a curve needs 8 points or more')
@@ -144,18 +146,18 @@ def load_shared(body: bytes) -> Any:
     "The value of a row of `shared` that holds JSON."
     return from_json(zlib.decompress(body).decode())
 
-
+# %% ../nbs/03b_runfile.ipynb #3960ddb6
 class Store:
     "Writes the rows of one session of a run. `keep`: the newest histograms that are never thinned."
 
     def __init__(self, db: sqlite3.Connection, session: int, keep: int = 512) -> None:
         self.db, self.session, self.keep = db, session, keep
-        self.seq, last = db.execute('SELECT coalesce(max(seq), 0), max(step) FROM step').fetchone()
-        self.block = None if last is None else last // BLOCK
         self.forget()
 
     def forget(self) -> None:
-        "Drops what is remembered of the file, as is needed after a rollback."
+        "Looks at the file anew, as is needed after a rollback."
+        self.seq, last = self.db.execute('SELECT coalesce(max(seq), 0), max(step) FROM step').fetchone()
+        self.block = None if last is None else last // BLOCK
         self.ids, self.layouts, self.histograms, self.last_casts = {}, {}, (None, {}), ((), None)
 
     def shared(self, kind: str, key: Any) -> int:
@@ -195,7 +197,7 @@ def _stretches(store: Store, number: int) -> dict[str, Series]:
             steps.append(step - first), values.append(value)
     return {name: Series(np.array(steps), np.array(values)) for name, (steps, values) in out.items()}
 
-
+# %% ../nbs/03b_runfile.ipynb #e354944d
 def _write_block(store: Store, number: int) -> None:
     stretches = _stretches(store, number)
     for name, (steps, values) in stretches.items():
@@ -207,7 +209,7 @@ def _write_block(store: Store, number: int) -> None:
     store.db.execute('INSERT OR REPLACE INTO block VALUES (?, ?, ?)',
                      (number, store.shared('block layout', tuple(stretches)), body))
 
-
+# %% ../nbs/03b_runfile.ipynb #371aaa9f
 def read_stretch(number: int, body: bytes) -> Series:
     "A scalar in a block, all of its steps."
     data = Unpacker(zlib.decompress(body))
@@ -247,7 +249,7 @@ def _write_histograms(store: Store, r: HistogramRecord) -> None:
     store.db.execute('INSERT OR REPLACE INTO histogram VALUES (?, ?, ?, ?)', row)
     if newest % 64 == 0: _thin(store.db, newest, store.keep)
 
-
+# %% ../nbs/03b_runfile.ipynb #e8c8d7a4
 def _thin(db: sqlite3.Connection, newest: int, keep: int) -> None:
     "Of the rows with an age between keep·2^(k−1) and keep·2^k, those stay whose number is a multiple of 2^k."
     young, k = newest - keep, 1
@@ -267,7 +269,7 @@ def _write_run(store: Store, r: RunStarted | RunEnded) -> None:
     for name, value in columns.items():
         store.db.execute(f'UPDATE run SET {name} = ? WHERE session = ?', (value, store.session))
 
-
+# %% ../nbs/03b_runfile.ipynb #02e2d7c3
 def _write_other(store: Store, r: EvalRecord | SampleRecord | EventRecord | CommandsTaken) -> None:
     db = store.db
     if isinstance(r, EvalRecord):

@@ -60,7 +60,7 @@ class _Flush(threading.Event):
     "Asks the thread to commit now, and with `last` to end."
     last = False
 
-
+# %% ../nbs/15_runlog.ipynb #475891d8
 class _Writer(_Batches):
     "A thread that takes records from a queue and commits them in batches."
 
@@ -103,7 +103,7 @@ class Command:
     value: Any = None
     state: str = 'waiting'
 
-
+# %% ../nbs/15_runlog.ipynb #2b80cf2f
 def _open_session(db: sqlite3.Connection) -> tuple[int, int]:
     "(number of the new session, number of the last command); commands that nobody read are dropped."
     row = db.execute("INSERT INTO run VALUES (NULL, '{}', '{}', 'running', '', ?, NULL)", (time.time(),))
@@ -172,7 +172,7 @@ def _take_commands(log: RunLog) -> tuple[Command, ...]:
     log(CommandsTaken(row[0] for row in rows))
     return tuple(Command(number, kind, from_json(value), 'taken') for number, kind, value in rows)
 
-
+# %% ../nbs/15_runlog.ipynb #670f6d86
 def _close_log(log: RunLog) -> None:
     if log._closed: return
     log._closed = True
@@ -194,7 +194,7 @@ class RunStatus:
     started: float  # seconds since 1970
     ended: float | None
 
-
+# %% ../nbs/15_runlog.ipynb #3fa31678
 def _table(cursor: sqlite3.Cursor) -> dict[str, list]:
     names, rows = [d[0] for d in cursor.description], cursor.fetchall()
     return {name: [row[i] for row in rows] for i, name in enumerate(names)}
@@ -313,7 +313,7 @@ def read_series(reader: RunSteps, name: str, max_points: int, first: int, last: 
 
 _EMPTY = np.empty(0, np.int64), np.empty(0)
 
-
+# %% ../nbs/15_runlog.ipynb #f07b543e
 def _blocks(reader: RunSteps, name: str, max_points: int, first: int, last: int) -> Iterator[tuple[int, Series]]:
     "(number, extremes or all steps of a scalar) for the written blocks that lie within first … last as a whole."
     inside = -(-first // BLOCK), (last + 1) // BLOCK - 1
@@ -327,7 +327,7 @@ def _blocks(reader: RunSteps, name: str, max_points: int, first: int, last: int)
                                   'AND s.name = ? WHERE b.number BETWEEN ? AND ? ORDER BY b.number', (name, *inside))
         for number, body in rows: yield number, Series(*_EMPTY) if body is None else read_stretch(number, body)
 
-
+# %% ../nbs/15_runlog.ipynb #667eef1d
 def _gaps(numbers: list[int], first: int, last: int) -> Iterator[tuple[int, int]]:
     "The stretches of first … last that no block in `numbers` covers."
     for number in numbers:
@@ -353,7 +353,7 @@ def send_command(path: str | Path, kind: str, value: Any = None) -> int:
                            (kind, to_json(value), time.time())).lastrowid
     finally: db.close()
 
-
+# %% ../nbs/15_runlog.ipynb #92664c11
 def json_lines(reader: RunSteps, full: bool = False) -> Iterator[str]:
     "Objects of a run log as strict JSON texts; non-finite numbers are words, which `packing.from_json` reads back."
     for row in reader.sessions(): yield to_json({'record': 'run', 'format': FORMAT, **row})

@@ -10,6 +10,7 @@ __all__ = ['LOG', 'RECIPE', 'runs_folder', 'new_folder', 'label_of', 'check_fold
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from .archive import library_versions
 from .config import TrainConfig, to_dict, to_toml
 from .console import Display, RunFailed, facts, print_table, sentence, si, stopping, tally_rows
 from .events import Bus, RunEnded, RunStarted
+from .grads import TooManySkips
 from .nn import named_parameters_once
 from .profile import PrecisionProfile, preset_name
 from .runfile import RunLogError, is_live
@@ -73,7 +75,8 @@ def out_of_memory(error: Exception) -> bool:
 
 def failure(error: Exception, config: TrainConfig) -> str:
     """One line on what ended a run, with a remedy for memory."""
-    if not out_of_memory(error): return sentence(error)
+    if isinstance(error, (TooManySkips, RunLogError, OSError)): return sentence(error)
+    if not out_of_memory(error): return f"{type(error).__name__}: {sentence(error)} (--debug shows where)"
     d = config.data
     if d.batch == 1: return "out of memory with one sequence: take a smaller --model or a shorter --context"
     return (f"out of memory: --batch {d.batch // 2} --accumulate {d.accumulate * 2} trains on the same samples a step "
@@ -98,7 +101,8 @@ def follow(trainer: Trainer, log: RunLog) -> Iterator[Any]:
         trainer.bus.emit(RunEnded(trainer.step_number, "failed", words))
         raise RunFailed(f"the run failed at step {trainer.step_number}: {words}") from error
     except BaseException as error:  # a second Ctrl-C, or a reader that went away
-        trainer.bus.emit(RunEnded(trainer.step_number, "stopped", type(error).__name__))
+        words = "interrupted" if isinstance(error, KeyboardInterrupt) else "nobody listens any more"
+        trainer.bus.emit(RunEnded(trainer.step_number, "stopped", words))
         raise
 
 # %% ../nbs/20c_running.ipynb #1309ce3c
@@ -120,6 +124,7 @@ def train_run(config: TrainConfig, folder: Path, console: Console, every: int = 
         trainer.bus.subscribe(log)
         trainer.bus.emit(RunStarted(to_dict(config), library_versions()))
         print_table(console, facts(rows))
-        for record in follow(trainer, log): display(record)
+        with closing(follow(trainer, log)) as records:
+            for record in records: display(record)
     print_table(console, facts([*tally_rows(display.tally), ("report", f"f16lab report {folder}")]))
     return 128 + caught[0] if caught and display.tally.ended.status == "stopped" else 0

@@ -46,7 +46,12 @@ __device__ __forceinline__ double block_total(double x, double* shared) {
 template <class P, class G, class O, int MODE, bool DRAW, bool DRAW_STATE, bool MEASURE>
 __global__ void __launch_bounds__(256) adamw(typename P::code* theta, const typename G::code* grad, typename O::code* m,
                                              typename O::code* v, float* master, typename P::code* compensation, i64 blocks,
-                                             Columns c, Numbers h, double* meters, float* looks) {
+                                             const float* gain_, const float* eps_, const float* wd_, const float* c1_,
+                                             const float* c2_, const float* ratio_, const u32* key_theta_, const u32* key_m_,
+                                             const u32* key_v_, const i64* first_, float lr, float beta1, float rest1, float beta2,
+                                             float rest2, float kahan_scale, double* meters, float* looks) {
+    const Columns c = {gain_, eps_, wd_, c1_, c2_, ratio_, key_theta_, key_m_, key_v_, first_};
+    const Numbers h = {lr, beta1, rest1, beta2, rest2, kahan_scale};
     __shared__ double shared[8];
     for (i64 b = blockIdx.x; b < blocks; b += gridDim.x) {
         const i64 at = b * BLOCK + threadIdx.x * LANES;

@@ -289,6 +289,14 @@ def test_sampling_is_keyed_and_passes_the_context():
     assert not torch.equal(rows[0], rows[1])  # each row draws for itself
 
 
+def test_the_oldest_tokens_drop_out_of_sight():
+    model = build(TINY, PRESETS["f32"], seed=0).model
+    prompt = batch(length=90, rows=1)[0]
+    text = generate(model, prompt, 2, temperature=0)[0]
+    for end in (90, 91): assert text[end] == model.logits(text[None, end - 64:end])[0, -1].argmax()
+    assert text[90] != model.logits(prompt[:, :64])[0, -1].argmax()  # the first 64 tokens say something else
+
+
 def test_sampling_follows_the_distribution():
     """Frequencies of one token over 4000 rows against the softmax of the logits."""
     model = build(replace(TINY, layers=1), PRESETS["f32"], seed=0).model

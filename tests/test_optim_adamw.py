@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from f16lab.adamw import (METERS, S_MAX, S_MIN, AdamWConfig, adamw_change, adamw_update, bias_corrections, meter_update,
-                          next_scale, square_root_, store, store_moment, tensor_stats, write_kahan, write_master, write_plain)
+                          next_scale, nonzero, square_root_, store, store_moment, tensor_stats, write_kahan, write_master, write_plain)
 from f16lab.cast import Ledger, cast
 from f16lab.grads import FlatLayout
 from f16lab.precision import BF16, F16, F32, F64, bits_of
@@ -129,8 +129,8 @@ def test_where_v_saturates(S, beta2, limit):
     weight = 1.0 if beta2 is None else 1 - beta2
     below, above = (torch.tensor([[weight * (g * S) ** 2]]) for g in (limit * 0.9999, limit * 1.0001))
     meters = torch.zeros(1, len(METERS), dtype=torch.float64)
-    assert store_moment(below, F16, "", "v", meters=meters).item() <= F16.max and meters[0, -1] <= 1
     assert below.item() < 65520 < above.item()
+    assert store_moment(below, F16, "", "v", meters=meters).item() <= F16.max and meters[0, -1] <= 1
     assert store_moment(above, F16, "", "v", meters=meters).item() == F16.max and meters[0, -1] >= 1
 
 
@@ -260,13 +260,20 @@ def test_each_narrowing_is_recorded_stochastic_or_not():
         ("g", "adamw", "theta", "f32", "f16", "update", 1), ("g", "adamw", "m", "f32", "bf16", "update", 1)]
 
 
+@pytest.mark.parametrize("p", [F16, BF16, F32], ids=str)
+def test_nonzero_sees_subnormals_and_both_zeros(p):
+    x = cast(torch.tensor([0.0, -0.0, 1.0, -2.0]), p)
+    tiny = torch.tensor([p.smallest_subnormal, -p.smallest_subnormal], dtype=p.dtype)
+    assert nonzero(torch.cat([x, tiny])).tolist() == [0, 0, 1, 1, 1, 1]
+
+
 def test_meter_against_the_formula():
     gen = torch.Generator().manual_seed(4)
     intended, realised = torch.randn(3, 1024, generator=gen), torch.randn(3, 1024, generator=gen)
     intended[0, :100] = 0
     kept = torch.rand(3, 1024, generator=gen) < 0.3
     meters = torch.zeros(3, len(METERS), dtype=torch.float64)
-    meter_update(meters, intended, realised, kept)
+    meter_update(meters, intended, realised, (~kept).float())
     a, b = tensor_stats(FlatLayout(("a", "b"), ((2048,), (1000,))), meters)
     i, r = intended.double(), realised.double()
     assert a.efficiency == pytest.approx(((i * r)[:2].sum() / (i * i)[:2].sum()).item(), rel=1e-6)

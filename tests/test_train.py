@@ -51,14 +51,14 @@ def test_every_preset_learns(profile):
     t = trainer(profile, lr=1e-2)
     record = losses(t, 30)
     first, last = sum(record[:5]) / 5, sum(record[-5:]) / 5
-    assert abs(record[0] - math.log(32)) < 0.2 and last < first - 0.4, record
+    assert abs(record[0] - math.log(32)) < 0.2 and last < first - 0.25, record
     assert t.step_number == 30 and abs(evaluate(t).loss - last) < 0.2
 
 
 def test_the_same_run_in_three_fresh_processes():
-    script = Path(runs.__file__)
-    outs = [subprocess.run([sys.executable, str(script), "digests"], capture_output=True, text=True, check=True) for _ in range(3)]
-    first, second, third = (json.loads(out.stdout) for out in outs)
+    command = [sys.executable, str(Path(runs.__file__)), "digests"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    first, second, third = (json.loads(p.communicate()[0]) for p in processes)
     assert first == second == third and len(set(first.values())) == len(PROFILES)
     assert first == runs.digests()  # nor does it matter what this process has done before
 
@@ -82,9 +82,9 @@ def test_looking_changes_no_bit(profile):
 
 @pytest.mark.parametrize("part", ["seed", "profile", "data", "batch", "lr", "dropout"])
 def test_what_matters_is_in_the_digest(part):
-    changed = dict(seed=1, profile="master_weights", batch=2, lr=1e-3, dropout=0.1)
+    changes = dict(seed=1, profile="master_weights", batch=2, lr=1e-3, dropout=0.1)
     a = trainer("f16")
-    b = Trainer(small("f16", **{part: changed[part]} if part in changed else {}),
+    b = Trainer(a.config.with_(**{name: value for name, value in changes.items() if name == part}),
                 replace(source(), train=source(13_000).train) if part == "data" else source())
     losses(a, 1), losses(b, 1)
     assert a.digest() != b.digest()
@@ -228,11 +228,18 @@ def test_no_clipping():
 
 
 # ---------------------------------------------------------------- micro-batches and tokens
-UNEVEN = 3  # a token that is frequent after some tokens and rare after others
+UNEVEN = 3  # the token that has no loss
+
+
+def uneven_data() -> TokenData:
+    """The chain; of every third window nearly all tokens are replaced by the one without a loss."""
+    ids = source().train.shards[0].copy()
+    for start in range(0, len(ids), 48): ids[start:start + 15] = UNEVEN
+    return TokenData.of(ids, 32, "uneven")
 
 
 def accumulated(batch: int, micros: int) -> tuple[Trainer, StepRecord]:
-    t = runs.ignoring(trainer("f32", batch=batch, accumulate=micros, lr=0.0), UNEVEN)
+    t = runs.ignoring(trainer("f32", batch=batch, accumulate=micros, lr=0.0), UNEVEN, uneven_data())
     return t, t.step()
 
 
@@ -249,7 +256,7 @@ def test_micro_batches_weigh_by_tokens():
     parts = [t.inputs.train.batch(k) for k in range(4)]
     counts = [int((b.targets != IGNORE_INDEX).sum()) for b in parts]
     means = [t.model.loss(b.inputs, b.targets, weight=1 / n).recorded.item() for b, n in zip(parts, counts)]
-    assert len(set(counts)) > 1 and abs(sum(means) / 4 - one.loss) > 1e-4
+    assert max(counts) > 1.5 * min(counts) and abs(sum(means) / 4 - one.loss) > 1e-4
     assert sum(m * n for m, n in zip(means, counts)) / sum(counts) == pytest.approx(one.loss, rel=1e-6)
 
 
@@ -466,9 +473,10 @@ def test_evaluation_without_targets():
 
 @pytest.mark.parametrize("profile", ["f16", "bf16_sr", "t1_58"])
 def test_neither_evaluation_nor_samples_change_a_bit(profile):
-    looking, blind = trainer(profile, dropout=0.1), trainer(profile, dropout=0.1)
+    looking, blind = (trainer(profile, dropout=0.1, sample_tokens=8, eval_batches=2) for _ in range(2))
+    accuracy(looking)
     for _ in range(6):
-        evaluate(looking), accuracy(looking), sample(looking)
+        evaluate(looking), sample(looking)
         looking.step(), blind.step()
     assert looking.digest() == blind.digest()
 

@@ -60,7 +60,7 @@ def load(folder: Path, name: str) -> State:
 
 # ---------------------------------------------------------------- a run with everything that has a state
 RICH = dict(dropout=0.1, accumulate=2, schedule="cosine", warmup=3, final_fraction=0.1, skip_loss_z=1.2, skip_norm_z=1.2,
-            weight_decay=0.1, meters_every=3, steps=14)
+            weight_decay=0.1, meters_every=3, steps=14, sample_tokens=4)
 STOP = 6  # the run is interrupted after so many steps
 FEW_TOKENS = 1 + 16 * 4 * 2 * 4  # four optimizer steps an epoch
 
