@@ -129,7 +129,7 @@ def ask_linear(native: Callable[[Tensor, Tensor, Tensor], Tensor], p: Precision,
     if why := ask_product(plain, p, device): return why
     x, w = _factors(p, device)
     exact = x.double() @ w.double().t()
-    bias = -exact[0].to(p.dtype)
+    bias = (-0.875 * exact[0]).to(p.dtype)
     return _rounds_once(native(x, w, bias), exact + bias.double(), p)
 
 # %% ../nbs/05_device.ipynb #68225727

@@ -229,11 +229,11 @@ def write_weights(group: Group, rows: slice, theta: Tensor, change: Tensor, nois
                   spare: Tensor | None) -> Tensor | None:
     """stored ← theta - change for some own blocks; with `spare` returns 1 where a stored weight moved."""
     stored = group.flat[whole_rows(group, rows)]
-    before = None if spare is None else stored.clone()
+    before = None if spare is None else torch.empty_like(spare).copy_(stored)
     if group.compensation is not None: write_kahan(stored, group.compensation[rows], theta, change, group.label, spare)
     elif group.master is not None: write_master(stored, group.master[rows], theta, change, group.label, noise, spare)
     else: write_plain(stored, theta, change, group.label, noise, spare)
-    return None if before is None else nonzero(torch.sub(stored, before, out=torch.empty_like(spare)))
+    return None if before is None else nonzero(torch.empty_like(before).copy_(stored).sub_(before))
 
 
 def read_weights(group: Group, rows: slice) -> Tensor:

@@ -43,8 +43,8 @@ def label(text: str, length: int = 40) -> str:
 
 def look(fig: go.Figure, title: str, height: int = 400, **layout: Any) -> go.Figure:
     """Title, fonts, grid, legend above the plot; returns the figure."""
-    fig.update_layout(title=dict(text=title, x=0.01, font_size=16), height=height, template="plotly_white", font=dict(size=12, color=INK),
-                      margin=dict(l=70, r=20, t=84, b=52), hovermode="x unified", hoverlabel=dict(namelength=-1),
+    fig.update_layout(title=dict(text=title, x=0.01, y=1, yanchor="top", pad=dict(t=14), font_size=15), height=height, template="plotly_white", font=dict(size=12, color=INK),
+                      margin=dict(l=70, r=20, t=82, b=52), hovermode="x unified", hoverlabel=dict(namelength=-1),
                       legend=dict(orientation="h", x=0, y=1.02, yanchor="bottom", tracegroupgap=0))
     fig.update_layout(**layout)
     fig.update_xaxes(gridcolor=GRID, zerolinecolor=GRID)
@@ -112,14 +112,15 @@ def norm_figure(comparison: Comparison) -> go.Figure:
         name, color = label(c.name), color_of(comparison, c)
         taken = {r.step: r.grad_norm for r in c.steps if not r.skipped}
         for t in curve(taken, name, color): fig.add_trace(t, row=1, col=1)
-        for t in curve({r.step: r.loss_scale for r in c.steps}, name, color, showlegend=False, hovertemplate="%{y:.0f}"):
+        scales = {r.step: math.log2(r.loss_scale) for r in c.steps if 0 < r.loss_scale < math.inf}
+        for t in curve(scales, name, color, showlegend=False, hovertemplate="2<sup>%{y:g}</sup>"):
             fig.add_trace(t.update(line_shape="hv"), row=2, col=1)
         skips = [r for r in c.steps if r.skipped][:MAX_POINTS]
-        fig.add_trace(go.Scatter(x=[r.step for r in skips], y=[r.loss_scale for r in skips], mode="markers", name=f"{name} skipped",
+        fig.add_trace(go.Scatter(x=[r.step for r in skips], y=[scales.get(r.step) for r in skips], mode="markers", name=f"{name} skipped",
                                  legendgroup=name, showlegend=False, marker=dict(symbol="x", size=9, color=color, line=dict(width=1, color="white")),
                                  text=[label(r.skip_reason) for r in skips], hovertemplate="%{text}"), row=2, col=1)
     fig.update_yaxes(title_text="gradient norm", type="log", row=1, col=1)
-    fig.update_yaxes(title_text="loss scale", type="log", dtick=math.log10(16), row=2, col=1)
+    fig.update_yaxes(title_text="loss scale", tickprefix="2<sup>", ticksuffix="</sup>", dtick=4, rangemode="tozero", row=2, col=1)
     fig.update_xaxes(title_text="step", row=2, col=1)
     return look(fig, "Gradient norm, and loss scale (cross: skipped step)", 460)
 
@@ -172,8 +173,8 @@ def cast_treemap(comparison: Comparison, names: Sequence[str] | None = None) -> 
     for i, c in enumerate(cast):
         t = cast_tree(c)
         fig.add_trace(go.Treemap(ids=t["ids"], labels=t["labels"], parents=t["parents"], values=t["values"], text=t["text"], branchvalues="total",
-                                 marker=dict(colors=t["colors"], line=dict(width=1, color="white")), visible=i == 0, maxdepth=4, name=label(c.name),
-                                 textinfo="label", hovertemplate="<b>%{label}</b><br>%{text}<extra></extra>", tiling=dict(pad=1), root_color="#f2f2f2"))
+                                 marker=dict(colors=t["colors"], line=dict(width=1, color="white")), visible=i == 0, name=label(c.name),
+                                 textinfo="label", hovertemplate="<b>%{label}</b><br>%{text}<extra></extra>", tiling=dict(pad=2), root_color="#f2f2f2"))
     fig = look(fig, "Casts of one step: area = bytes (blue: to fewer bits, orange: to more, pink: as many)", 520, hovermode="closest")
     return with_buttons(fig, [label(c.name) for c in cast])
 
@@ -239,7 +240,7 @@ def memory_figure(comparison: Comparison) -> go.Figure:
     for name, (_, m) in zip(names, held):
         fig.add_annotation(y=name, x=sum(m.values()), text=f"{sum(m.values()):.3g}", showarrow=False, xanchor="left", xshift=6)
     return look(fig, "Memory held between steps, bytes per parameter", 150 + 36 * len(names), barmode="stack", hovermode="closest",
-                yaxis=dict(autorange="reversed", automargin=True), xaxis=dict(title="bytes per parameter", rangemode="tozero"))
+                yaxis=dict(autorange="reversed", automargin=True), xaxis=dict(title="bytes per parameter", rangemode="tozero"), legend_traceorder="normal")
 
 def speed_figure(comparison: Comparison) -> go.Figure:
     """Tokens per second of each contender, from the median step; milliseconds per step beside the bar."""
@@ -247,9 +248,10 @@ def speed_figure(comparison: Comparison) -> go.Figure:
     rates = [(label(c.name), summary(comparison, c).tokens_per_second, step_seconds(c.steps), color_of(comparison, c)) for c in comparison.contenders]
     fig.add_bar(y=[r[0] for r in rates], x=[r[1] if math.isfinite(r[1]) else 0 for r in rates], orientation="h", marker_color=[r[3] for r in rates],
                 text=[f"{r[1]:,.0f} tokens/s, {r[2] * 1e3:.0f} ms a step" if math.isfinite(r[1]) else "not measured" for r in rates],
-                textposition="auto", hoverinfo="skip", showlegend=False)
+                textposition="outside", cliponaxis=False, hoverinfo="skip", showlegend=False)
+    top = max([r[1] for r in rates if math.isfinite(r[1])], default=1.0)
     return look(fig, "Speed on this machine", 130 + 36 * len(rates), hovermode="closest", margin=dict(l=70, r=20, t=50, b=52),
-                yaxis=dict(autorange="reversed", automargin=True), xaxis=dict(title="tokens per second", rangemode="tozero"))
+                yaxis=dict(autorange="reversed", automargin=True), xaxis=dict(title="tokens per second", range=[0, 1.35 * top]))
 
 # %% ../nbs/18_plots.ipynb #f7087302
 def distance_rows(contender: Contender) -> dict[str, str]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TONE', 'COLUMNS', 'EXPLAINED', 'STYLE', 'number', 'tag', 'table', 'dot', 'verdict_card', 'summary_table',
-           'figure_sections', 'figure_html', 'casts_details', 'recipes', 'flat', 'settings_section', 'lead',
+           'casts_details', 'figure_sections', 'figure_html', 'recipes', 'flat', 'settings_section', 'lead',
            'report_html', 'write_report', 'report_run']
 
 # %% ../nbs/18a_report.ipynb #a6ead069
@@ -72,6 +72,15 @@ def summary_table(comparison: Comparison) -> str:
     lines = [(c, summary(comparison, c)) for c in comparison.contenders]
     return table(heads, [[dot(color_of(comparison, c)) + escape(c.name), *(text(s) for _, text in COLUMNS.values())] for c, s in lines])
 
+# %% ../nbs/18a_report.ipynb #12b87d4d
+def casts_details(comparison: Comparison, count: int = 10) -> str:
+    """The largest casts of each contender, folded away."""
+    heads = ("layer", "operator", "operand", "direction", "from", "to", "reason", "casts", "MB")
+    def block(c: Contender) -> str:
+        rows = [[escape(str(row[h])) for h in heads[:7]] + [number(row["casts"], ".3g"), number(row["MB"], ".2f")] for row in top_casts(c, count)]
+        return tag("details", tag("summary", f"The {len(rows)} largest of {escape(c.name)}"), table(heads, rows, 7))
+    return "".join(block(c) for c in comparison.contenders if any(r.casts for r in c.steps))
+
 # %% ../nbs/18a_report.ipynb #e0075253
 EXPLAINED = {
     "loss": ("The loss", "All contenders started from the same weights and saw the same batches. Where the lines cover each other, precision did "
@@ -102,15 +111,6 @@ def figure_html(fig: go.Figure, name: str) -> str:
     """A figure as a piece of a page that has plotly already."""
     return fig.to_html(full_html=False, include_plotlyjs=False, div_id=f"figure-{name}", default_height=fig.layout.height,
                        config=dict(displaylogo=False, responsive=True, toImageButtonOptions=dict(filename=f"f16lab-{name}", scale=2)))
-
-# %% ../nbs/18a_report.ipynb #12b87d4d
-def casts_details(comparison: Comparison, count: int = 10) -> str:
-    """The largest casts of each contender, folded away."""
-    heads = ("layer", "operator", "operand", "direction", "from", "to", "reason", "casts", "MB")
-    def block(c: Contender) -> str:
-        rows = [[escape(str(row[h])) for h in heads[:7]] + [number(row["casts"], ".3g"), number(row["MB"], ".2f")] for row in top_casts(c, count)]
-        return tag("details", tag("summary", f"The {len(rows)} largest of {escape(c.name)}"), table(heads, rows, 7))
-    return "".join(block(c) for c in comparison.contenders if any(r.casts for r in c.steps))
 
 # %% ../nbs/18a_report.ipynb #dc603dcb
 def recipes(comparison: Comparison) -> str:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['STATE_VERSION', 'State', 'tensor_bytes', 'digest', 'Accumulated', 'accumulate', 'on_device', 'update', 'give_up',
-           'take_step', 'clock', 'extra', 'compiled', 'planned', 'built', 'checked_weights', 'Trainer', 'run_state',
-           'check_state', 'described', 'load_run_state', 'resumed_gate', 'resumed_schedule', 'start_from', 'evaluate',
-           'accuracy', 'sample', 'due', 'reports', 'scale_events', 'obey', 'answer', 'set_value', 'steps', 'replay']
+           'take_step', 'clock', 'extra', 'compiled', 'without_grads', 'planned', 'built', 'checked_weights', 'Trainer',
+           'run_state', 'check_state', 'described', 'load_run_state', 'resumed_gate', 'resumed_schedule', 'start_from',
+           'evaluate', 'accuracy', 'sample', 'due', 'reports', 'scale_events', 'obey', 'answer', 'set_value', 'steps',
+           'replay']
 
 # %% ../nbs/14_train.ipynb #23c7ea4b
 import hashlib
@@ -34,7 +35,7 @@ from .images import ImageData
 from .inputs import Inputs, Source, open_inputs
 from .models import build, generate
 from .nn import Draw, named_parameters_once
-from .ops import transfer
+from .ops import Loss, transfer
 from .optim import AdamW
 from .precision import F32, Precision
 from .schedule import Schedule, plan_changes
@@ -149,14 +150,29 @@ def extra(trainer: "Trainer", tokens_per_second: float, decision: Decision) -> d
 def compiled(model: torch.nn.Module, how: str) -> Callable:
     """The model's loss as it is, or through torch.compile with explicit casts kept (inductor drops them otherwise)."""
     if how == "none": return model.loss
-    narrow = [n for n, p in named_parameters_once(model) if p.dtype.itemsize < grad_dtype_of(p).itemsize]
-    if narrow:
-        warnings.warn(f"compile={how}: gradients of {len(narrow)} parameters, such as {narrow[0]}, are rounded to the "
-                      "parameter's precision before they enter the wider buffer (AOTAutograd knows no grad_dtype): use "
-                      "param=f32 or compile=none to keep them", stacklevel=3)
+    if model.config.dropout:
+        raise NotImplementedError(f"compile={how} with dropout={model.config.dropout}: the noise is keyed by the step, and "
+                                  "every step would be compiled anew; use dropout=0 or compile=none")
     options = {"emulate_precision_casts": True} if how == "inductor" else None
-    return torch.compile(model.loss, fullgraph=True, backend=how, options=options)
+    loss = torch.compile(model.loss, fullgraph=True, backend=how, options=options)
+    narrow = {n: p for n, p in named_parameters_once(model) if p.dtype.itemsize < grad_dtype_of(p).itemsize}
+    if not narrow: return loss
+    warnings.warn(f"compile={how}: gradients of {len(narrow)} parameters, such as {next(iter(narrow))}, are rounded to "
+                  "the parameter's precision before they enter the wider buffer (AOTAutograd knows no grad_dtype): use "
+                  "param=f32 or compile=none to keep them", stacklevel=3)
+    return without_grads(loss, list(narrow.values()))
 
+def without_grads(loss: Callable, parameters: list[torch.nn.Parameter]) -> Callable:
+    """`loss`, during which these parameters have no `.grad`: torch.compile refuses one of another precision."""
+    def call(*args: Any, **kwargs: Any) -> Loss:
+        grads = [p.grad for p in parameters]
+        for p in parameters: p.grad = None
+        try: return loss(*args, **kwargs)
+        finally:
+            for p, g in zip(parameters, grads): p.grad = g
+    return call
+
+# %% ../nbs/14_train.ipynb #90360623
 def planned(config: TrainConfig) -> Schedule:
     """The schedule a recipe asks for."""
     o, rising = config.optimizer, config.optimizer.schedule != "constant"

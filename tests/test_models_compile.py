@@ -77,3 +77,12 @@ def test_inductor_stays_within_tolerance(preset):
     want, got = both(SMALLEST, preset, backend="inductor", options={"emulate_precision_casts": True})
     assert abs(got[1].item() - want[1].item()) < INDUCTOR[preset]
     for name, g in want[2].items(): assert deviation(got[2][name], g) < INDUCTOR[preset], name
+
+
+@pytest.mark.parametrize("preset", ["f32", pytest.param("f16", marks=slow)])
+def test_evaluation_traces_without_gradients(preset):
+    torch._dynamo.reset()
+    model, ids = build(SMALLEST, PRESETS[preset], seed=0).model, data(SMALLEST)[0]
+    with torch.no_grad():
+        want = model(ids)
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(ids), want)

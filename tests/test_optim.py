@@ -13,7 +13,7 @@ from f16lab.cast import Ledger, assert_no_casts, cast
 from f16lab.grads import BLOCK, LossScale, OutlierDetector, StepGate, clip_factor
 from f16lab.groups import block_keys, own_blocks, own_noise, slots_of
 from f16lab.optim import AdamW, unique_parameters
-from f16lab.precision import BF16, F16, F32, F64, bits_of
+from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, bits_of
 from f16lab.profile import PRESETS, PrecisionProfile
 from f16lab.rounding import Key, Purpose, convert_stochastic, noise
 
@@ -22,7 +22,8 @@ STATES = {"f32": dict(optimizer=F32), "bf16": dict(optimizer=BF16), "f16 auto": 
           "f16 S=1024": dict(optimizer=F16, state_scale="2^10"), "f16 unscaled": dict(optimizer=F16, state_scale="none")}
 ALL = {**PRESETS, "kahan f16": PRESETS["f16"].with_(rounding="kahan"), "kahan bf16": PRESETS["bf16_sr"].with_(rounding="kahan"),
        "sr f16 state": PRESETS["all_f16"].with_(rounding_state="stochastic"), "bf16 state": PRESETS["f32"].with_(optimizer=BF16),
-       "f64": PrecisionProfile(F64, F64, F64, F64, grad=F64)}
+       "f64": PrecisionProfile(F64, F64, F64, F64, grad=F64), "e5m2": PRESETS["f16"].with_(param=E5M2, rounding="stochastic"),
+       "e4m3 master": PRESETS["f16"].with_(param=E4M3, master=F32)}
 SHAPES = {"wte.weight": (50, 64), "blocks.0.ln.weight": (64,), "blocks.0.fc.weight": (96, 64), "blocks.0.fc.bias": (96,), "s": ()}
 each_profile = pytest.mark.parametrize("profile", ALL.values(), ids=ALL.keys())
 
@@ -237,6 +238,7 @@ def test_padding_stays_zero(profile):
     for group in optimizer.buffers:
         for x in (group.flat, group.m, group.v, group.master, group.compensation):
             if x is None: continue
+            x = bits_of(x)
             inside = sum(group.layout.view(x, name).count_nonzero() for name in group.layout.names)
             assert len(x) % 4 == 0 and x.count_nonzero() == inside
 
