@@ -169,7 +169,7 @@ class GradBuffer:
 def block_square_sums(flat: Tensor, rows: int = 128) -> Tensor:
     """Sum of squares of each block of a flat buffer, f64 [blocks]; the same bits however blocks are shared."""
     out = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
-    rows = rows if flat.is_cpu else len(flat)
+    rows = rows if flat.is_cpu else 256 * rows
     scratch = torch.empty(min(rows, len(flat)), BLOCK, dtype=torch.float64, device=flat.device)
     for i in range(0, len(flat), rows):
         part = scratch[: len(flat[i : i + rows])].copy_(flat[i : i + rows])

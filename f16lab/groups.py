@@ -11,13 +11,15 @@ __all__ = ['GroupSlots', 'slots_of', 'own_blocks', 'own_range', 'ParameterBuffer
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .adamw import (METERS, S_START, AdamWConfig, adamw_change, bias_corrections, count, load, meter_moment,
-                          meter_update, next_scale, nonzero, store, store_moment, write_kahan, write_master, write_plain)
+                          meter_update, next_scale, nonzero, store, store_moment, write_kahan, write_master,
+                          write_plain)
 from .grads import BLOCK, FlatLayout, Gather, GradBuffer, f32
 from .precision import BF16, F16, F32, F64, Precision, promote
 from .profile import PrecisionProfile, static_scale, storage_of
@@ -36,7 +38,7 @@ class GroupSlots:
     rounding_state: str  # nearest, stochastic
     state_scale: str  # auto, none, 2^k
 
-    @property
+    @cached_property
     def work(self) -> Precision:
         """Precision of the registers: f32, or f64 for a reference run."""
         return promote(F32, self.storage, self.optimizer)
@@ -85,6 +87,14 @@ class ParameterBuffers:
         self.own = own_blocks(self.layout.blocks, rank, world)
         self.flat = self.layout.pad({name: p.detach() for name, p in params.items()}, self.empty(slots.storage))
         for name, p in params.items(): p.data = self.layout.view(self.flat, name)
+        self.places = tuple(p.data_ptr() for p in params.values())
+
+    def check(self) -> None:
+        """RuntimeError if a parameter was moved out of the flat buffer: updates would not reach the model."""
+        for (name, p), place in zip(self.params.items(), self.places):
+            if p.data_ptr() != place:
+                raise RuntimeError(f"{name} is not in the flat buffer any more (model.to(…), load_state_dict with assign?)"
+                                   ": build the optimizer after the model is in place, and load weights by copying")
 
     def empty(self, p: Precision) -> Tensor:
         """A zero buffer [blocks, 1024] in `p`."""

@@ -119,7 +119,7 @@ def norm_figure(comparison: Comparison) -> go.Figure:
         fig.add_trace(go.Scatter(x=[r.step for r in skips], y=[scales.get(r.step) for r in skips], mode="markers", name=f"{name} skipped",
                                  legendgroup=name, showlegend=False, marker=dict(symbol="x", size=9, color=color, line=dict(width=1, color="white")),
                                  text=[label(r.skip_reason) for r in skips], hovertemplate="%{text}"), row=2, col=1)
-    fig.update_yaxes(title_text="gradient norm", type="log", row=1, col=1)
+    fig.update_yaxes(title_text="gradient norm", type="log", dtick="D2", row=1, col=1)
     fig.update_yaxes(title_text="loss scale", tickprefix="2<sup>", ticksuffix="</sup>", dtick=4, rangemode="tozero", row=2, col=1)
     fig.update_xaxes(title_text="step", row=2, col=1)
     return look(fig, "Gradient norm, and loss scale (cross: skipped step)", 460)
@@ -144,12 +144,12 @@ def tallied(tables: Sequence[Sequence[CastRow]]) -> list[tuple[Sequence[CastRow]
     return list(seen.items())
 
 def cast_path(key: tuple[str, ...]) -> tuple[str, ...]:
-    """Places in the tree, from the outside in: block, layer, operator, operand."""
+    """Places in the tree, from the outside in: block, layer, operator, operand (∇: in the backward pass) with its types."""
     layer, op, operand, direction, src, dst, _ = key
     parts = layer.split(".") if layer else ["no layer"]
-    cut = 2 if len(parts) > 2 and parts[1].isdigit() else 1
+    cut = 2 if len(parts) > 1 and parts[1].isdigit() else 1
     rest = [".".join(parts[cut:])] if parts[cut:] else []
-    return (".".join(parts[:cut]), *rest, op, f"{operand} {direction} {src}→{dst}")
+    return (".".join(parts[:cut]), *rest, op, f"{'∇' if direction == 'backward' else ''}{operand} {src}→{dst}")
 
 # %% ../nbs/18_plots.ipynb #4cd1d6bc
 def cast_tree(contender: Contender) -> dict[str, list]:
@@ -173,9 +173,10 @@ def cast_treemap(comparison: Comparison, names: Sequence[str] | None = None) -> 
     for i, c in enumerate(cast):
         t = cast_tree(c)
         fig.add_trace(go.Treemap(ids=t["ids"], labels=t["labels"], parents=t["parents"], values=t["values"], text=t["text"], branchvalues="total",
-                                 marker=dict(colors=t["colors"], line=dict(width=1, color="white")), visible=i == 0, name=label(c.name),
-                                 textinfo="label", hovertemplate="<b>%{label}</b><br>%{text}<extra></extra>", tiling=dict(pad=2), root_color="#f2f2f2"))
-    fig = look(fig, "Casts of one step: area = bytes (blue: to fewer bits, orange: to more, pink: as many)", 520, hovermode="closest")
+                                 marker=dict(colors=t["colors"], line=dict(width=1, color="white"), pad=dict(t=18, l=2, r=2, b=2)), visible=i == 0, name=label(c.name),
+                                 textinfo="label", hovertemplate="<b>%{label}</b><br>%{text}<extra></extra>", tiling=dict(pad=1), root_color="#f2f2f2"))
+    fig = look(fig, "Casts of one step: area = bytes (blue: to fewer bits, orange: to more, pink: as many)", 620, hovermode="closest",
+               margin=dict(l=8, r=8, t=82, b=8), treemapcolorway=["#f2f2f2"])
     return with_buttons(fig, [label(c.name) for c in cast])
 
 def with_buttons(fig: go.Figure, names: Sequence[str]) -> go.Figure:

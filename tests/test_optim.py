@@ -96,6 +96,13 @@ def test_parameters_are_checked():
     with pytest.raises(ValueError, match="same id"): unique_parameters([("costarring", w), ("liquid", Parameter(torch.ones(2)))])
 
 
+def test_moved_parameters_are_noticed():
+    optimizer = build(F32_PROFILE)
+    optimizer.params["blocks.0.fc.bias"].data = torch.zeros(96)
+    with pytest.raises(RuntimeError, match="blocks.0.fc.bias.*build the optimizer after"): optimizer.step(1e-3, 0)
+    with pytest.raises(ValueError, match="seed"): build(F32_PROFILE, seed=-1)
+
+
 def test_overrides_make_groups():
     profile = PrecisionProfile.parse("f16;blocks.0.fc:param=f32")
     optimizer = build(profile)
