@@ -37,23 +37,28 @@ def kernel_name(group: Group, measure: bool) -> str:
 # %% ../nbs/10c_fused_adamw.ipynb #b404dcc0
 def _keys(group: Group, numbers: StepNumbers) -> Mapping[Purpose, Tensor]:
     """int32 kA of each block for every purpose that is rounded stochastically."""
-    drawn = {Purpose.WRITE_BACK: group.slots.rounding, Purpose.M: group.slots.rounding_state, Purpose.V: group.slots.rounding_state}
-    return {p: block_keys(group, numbers.seed, group.key_step, p).contiguous() for p, how in drawn.items() if how == "stochastic"}
+    state = group.slots.rounding_state
+    drawn = {Purpose.WRITE_BACK: group.slots.rounding, Purpose.M: state, Purpose.V: state}
+    return {p: block_keys(group, numbers.seed, group.key_step, p).contiguous()
+            for p, how in drawn.items() if how == "stochastic"}
 
 def _column(x: Tensor | None) -> Tensor | None:
     """A column [blocks, 1] as f32 [blocks] in memory of its own."""
     return None if x is None else x.reshape(-1).contiguous()
 
 # %% ../nbs/10c_fused_adamw.ipynb #abd2cb4b
-def update_group_on_gpu(group: Group, numbers: StepNumbers, measure: bool = False, gather: Gather = lambda own: own) -> None:
+def update_group_on_gpu(group: Group, numbers: StepNumbers, measure: bool = False,
+                        gather: Gather = lambda own: own) -> None:
     """One AdamW step over this rank's blocks in one launch: the bits of `update_group`."""
     group.t, group.key_step = [t + 1 for t in group.t], [numbers.step] * len(group.t)
     c, keys, config = step_columns(group, numbers), _keys(group, numbers), numbers.config
     columns = [_column(x) for x in (c.gain, c.eps, c.wd, c.c1, c.c2, c.ratio)]
     keyed = [keys.get(p) for p in (Purpose.WRITE_BACK, Purpose.M, Purpose.V)]
     first = group.layout.tables(group.device)[1][group.own].contiguous()
-    scalars = (numbers.lr, config.beta1, 1 - config.beta1, config.beta2, 1 - config.beta2, kahan_scale(group.slots.storage))
+    betas = (config.beta1, 1 - config.beta1, config.beta2, 1 - config.beta2)
+    scalars = (numbers.lr, *betas, kahan_scale(group.slots.storage))
     launch("adamw.cu", kernel_name(group, measure), group.device, min(len(group.m), blocks_of(group.device)),
-           group.flat[group.own], group.grads.flat[group.own], group.m, group.v, group.master, group.compensation, np.int64(len(group.m)),
+           group.flat[group.own], group.grads.flat[group.own], group.m, group.v, group.master, group.compensation,
+           np.int64(len(group.m)),
            *columns, *keyed, first, *(np.float32(x) for x in scalars), group.meters if measure else None, group.looks)
     choose_scale(group, gather)

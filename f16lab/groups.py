@@ -93,8 +93,8 @@ class ParameterBuffers:
         """RuntimeError if a parameter was moved out of the flat buffer: updates would not reach the model."""
         for (name, p), place in zip(self.params.items(), self.places):
             if p.data_ptr() != place:
-                raise RuntimeError(f"{name} is not in the flat buffer any more (model.to(…), load_state_dict with assign?)"
-                                   ": build the optimizer after the model is in place, and load weights by copying")
+                raise RuntimeError(f"{name} left the flat buffer (model.to(…), load_state_dict with assign=True?): "
+                                   "build the optimizer after the model is in place, and load weights by copying")
 
     def empty(self, p: Precision) -> Tensor:
         """A zero buffer [blocks, 1024] in `p`."""

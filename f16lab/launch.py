@@ -9,7 +9,7 @@ __all__ = ['OPTIONS', 'THREADS', 'CODES', 'kernel_source', 'kernel', 'check_tens
 # %% ../nbs/05a_launch.ipynb #41c05137
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -34,8 +34,8 @@ def kernel_source(name: str, seen: frozenset[str] = frozenset()) -> str:
 OPTIONS = ("--std=c++17", "--fmad=false")
 
 @functools.cache
-def kernel(file: str, expression: str, device: int):
-    """A compiled kernel (CuPy function) for one GPU; RuntimeError in words if there is no CuPy or the text does not compile."""
+def kernel(file: str, expression: str, device: int) -> Callable:
+    """A compiled kernel (CuPy function) for one GPU; RuntimeError in words without CuPy or if it does not compile."""
     finding = cupy_finding()
     if finding.status != "ok": raise RuntimeError(finding.text)
     import cupy
@@ -48,15 +48,18 @@ def kernel(file: str, expression: str, device: int):
 
 # %% ../nbs/05a_launch.ipynb #ab4f9433
 def check_tensors(kernel_name: str, tensors: Mapping[str, Tensor], written: Sequence[str] = ()) -> torch.device:
-    """The one CUDA device of contiguous tensors; ValueError names the tensor that is elsewhere, strided, or written twice."""
+    """The one CUDA device of contiguous tensors; ValueError names one that is elsewhere, strided, or written twice."""
     devices = {name: t.device for name, t in tensors.items()}
     if len(set(devices.values())) != 1:
-        raise ValueError(f"{kernel_name}: tensors on several devices ({', '.join(f'{n} on {d}' for n, d in devices.items())}); move them to one")
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{kernel_name}: tensors on several devices ({where}); move them to one")
     for name, t in tensors.items():
-        if not t.is_contiguous(): raise ValueError(f"{kernel_name}: {name} {list(t.shape)} is not contiguous; call .contiguous() first")
+        if not t.is_contiguous():
+            raise ValueError(f"{kernel_name}: {name} {list(t.shape)} is not contiguous; call .contiguous() first")
     check_aliases(kernel_name, tensors, written)
     device = next(iter(devices.values()))
-    if device.type != "cuda": raise ValueError(f"{kernel_name} runs on CUDA tensors, these are on {device}; use the reference operator")
+    if device.type != "cuda":
+        raise ValueError(f"{kernel_name} runs on CUDA tensors, these are on {device}; use the reference operator")
     return device
 
 # %% ../nbs/05a_launch.ipynb #b439c73d
@@ -69,7 +72,8 @@ def check_aliases(kernel_name: str, tensors: Mapping[str, Tensor], written: Sequ
     for out in written:
         for name, t in tensors.items():
             (a, b), (c, d) = extent(tensors[out]), extent(t)
-            if name != out and a < d and c < b: raise ValueError(f"{kernel_name}: {out} is written and overlaps {name}; give it memory of its own")
+            if name != out and a < d and c < b:
+                raise ValueError(f"{kernel_name}: {out} is written and overlaps {name}; give it memory of its own")
 
 # %% ../nbs/05a_launch.ipynb #85d3ff76
 THREADS = 256
@@ -89,8 +93,9 @@ def launch(file: str, expression: str, device: torch.device, blocks: int, *argum
     function = kernel(file, expression, device.index)
     stream = torch.cuda.current_stream(device)
     with cupy.cuda.Device(device.index):
-        on = cupy.cuda.Stream.from_external(stream) if hasattr(cupy.cuda.Stream, "from_external") else cupy.cuda.ExternalStream(stream.cuda_stream)
-        with on: function((blocks,), (THREADS,), tuple(_argument(a) for a in arguments))
+        adopt = getattr(cupy.cuda.Stream, "from_external", None)  # since CuPy 14; before it by the raw handle
+        with adopt(stream) if adopt else cupy.cuda.ExternalStream(stream.cuda_stream):
+            function((blocks,), (THREADS,), tuple(_argument(a) for a in arguments))
 
 def _argument(a):
     """A tensor as its address; numbers as they are (numpy types say how wide)."""
@@ -102,7 +107,7 @@ CODES = {F16: "f16lab::F16", BF16: "f16lab::BF16", E5M2: "f16lab::E5M2", E4M3: "
 
 @dataclass(frozen=True, eq=False)
 class ExponentCounts:
-    """counts int64 [259]: results by the exponent field of their f32 value, then zeros, infinities, NaN; amax: f32 [1]."""
+    """counts int64 [259]: results by the f32 exponent field of their value, then zeros, infinities, NaN; amax f32 [1]."""
 
     counts: Tensor
     amax: Tensor
@@ -119,7 +124,8 @@ def cast_on_gpu(
     """`x` in `p` by one kernel, the bits of the reference; with statistics their counts (None otherwise)."""
     src, device = Precision.of(x), check_tensors("cast", {"x": x})
     if src not in CODES or p not in CODES:
-        raise NotImplementedError(f"cast kernel {src.tag} → {p.tag}: there are kernels between {', '.join(q.tag for q in CODES)}")
+        known = ", ".join(q.tag for q in CODES)
+        raise NotImplementedError(f"cast kernel {src.tag} → {p.tag}: there are kernels between {known}")
     y = torch.empty_like(x, dtype=p.dtype)
     counts = torch.zeros(259, dtype=torch.int64, device=device) if statistics else None
     amax = torch.zeros(1, dtype=torch.float32, device=device) if statistics else None

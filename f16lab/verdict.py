@@ -6,8 +6,8 @@
 __all__ = ['ALARM', 'TAIL', 'MARGIN', 'OPENING', 'NOISE_LIMIT', 'FLUSHED', 'Distances', 'Contender', 'Band', 'Comparison',
            'deviations', 'largest', 'efficiencies', 'late', 'worst_tensor', 'Summary', 'cast_rates', 'last_losses',
            'final_loss', 'step_seconds', 'summary', 'running_width', 'band_width', 'layer_of', 'first_layer', 'Verdict',
-           'leaves_at', 'noise_at_end', 'outcome_spread', 'seed_words', 'judged', 'stated', 'remedy', 'flushed_share',
-           'alarms', 'verdict', 'verdicts']
+           'leaves_at', 'noise_at_end', 'outcome_spread', 'seed_words', 'judged', 'outside', 'stated', 'remedy',
+           'flushed_share', 'alarms', 'verdict', 'verdicts']
 
 # %% ../nbs/16d_verdict.ipynb #020fafc6
 import math
@@ -22,12 +22,14 @@ from .profile import PrecisionProfile, storage_of
 # %% ../nbs/16d_verdict.ipynb #9cdeff47
 @dataclass(frozen=True)
 class Distances:
-    """How far weights are from the reference's after `step` updates: ‖w − w_ref‖/‖w_ref‖ by tensor, and over all."""
+    """How far weights are from the reference's after `step` updates: ‖w − w_ref‖/‖w_ref‖ by tensor, and over all.
+
+    `floor`: the distance that storing w_ref in this precision would make alone."""
 
     step: int
     values: Mapping[str, float]
     total: float = math.nan
-    floor: Mapping[str, float] = field(default_factory=dict)  # the part that storing w_ref in this precision would cost alone
+    floor: Mapping[str, float] = field(default_factory=dict)
 
 @dataclass(frozen=True)
 class Contender:
@@ -79,9 +81,9 @@ class Comparison:
 
     def contender(self, name: str) -> Contender:
         """The contender of this name; ValueError with the names there are."""
-        found = next((c for c in self.contenders if c.name == name), None)
-        if found is None: raise ValueError(f"no contender {name!r}; there are {', '.join(c.name for c in self.contenders)}")
-        return found
+        found = {c.name: c for c in self.contenders}
+        if name not in found: raise ValueError(f"no contender {name!r}; there are {', '.join(found)}")
+        return found[name]
 
     def band(self, contender: Contender) -> Band | None:
         """The noise band that a contender is judged by, if it was measured."""
@@ -120,11 +122,11 @@ def late(values: Mapping[int, float]) -> float:
     return fmean(kept) if kept else math.nan
 
 def worst_tensor(contender: Contender) -> tuple[str, float]:
-    """The matrix with the lowest efficiency, averaged over the run, and that efficiency; ('', NaN) without measurements."""
+    """The matrix with the lowest efficiency, averaged over the run, and that efficiency; ('', NaN) without any."""
     seen: dict[str, list[float]] = {}
-    for r in contender.steps:
-        for t in r.tensors:
-            if math.isfinite(t.efficiency) and contender.sizes.get(t.name, 1024) >= 1024: seen.setdefault(t.name, []).append(t.efficiency)
+    for t in (t for r in contender.steps for t in r.tensors):
+        large = contender.sizes.get(t.name, 1024) >= 1024  # the efficiency of a few elements is noise
+        if large and math.isfinite(t.efficiency): seen.setdefault(t.name, []).append(t.efficiency)
     means = {name: fmean(values) for name, values in seen.items()}
     name = min(means, key=means.get, default="")
     return name, means.get(name, math.nan)
@@ -156,7 +158,7 @@ class Summary:
 
 # %% ../nbs/16d_verdict.ipynb #2f8731ec
 def cast_rates(steps: Iterable[StepRecord]) -> tuple[float, float]:
-    """(casts, bytes) per step of training and update, over the steps at which casts were counted; (NaN, NaN) without any."""
+    """(casts, bytes) per step of training and update, over the steps with counted casts; (NaN, NaN) without any."""
     counted = [[row for row in r.casts if row.phase != "eval"] for r in steps if r.casts]
     if not counted: return math.nan, math.nan
     return tuple(fmean(sum(getattr(row, what) for row in rows) for rows in counted) for what in ("count", "bytes"))
@@ -166,7 +168,7 @@ def last_losses(steps: Sequence[StepRecord]) -> float:
     return fmean(r.loss for r in steps[-TAIL:]) if steps else math.nan
 
 def final_loss(contender: Contender) -> float:
-    """What a run came to: its last held-out loss if it was evaluated after its last step, else the mean of its last training losses."""
+    """What a run came to: its held-out loss if evaluated at the end, else the mean of the last training losses."""
     held = contender.evals[-1:] if contender.steps else ()
     return held[0].loss if held and held[0].step > contender.steps[-1].step else last_losses(contender.steps)
 
@@ -204,9 +206,8 @@ def running_width(spreads: Mapping[int, float]) -> dict[int, float]:
 def band_width(band: Band, reference: Contender) -> dict[int, float]:
     """Step → half the width of the band around the reference, relative to its loss."""
     losses = dict(enumerate(zip(*band.losses)))
-    spreads = {r.step: (max(losses[r.step]) - min(losses[r.step])) / abs(r.loss) if r.step in losses and r.loss else math.nan
-               for r in reference.steps}
-    return running_width(spreads)
+    spread = lambda xs, loss: (max(xs) - min(xs)) / abs(loss) if xs and loss else math.nan  # noqa: E731
+    return running_width({r.step: spread(losses.get(r.step), r.loss) for r in reference.steps})
 
 # %% ../nbs/16d_verdict.ipynb #9f17742a
 def layer_of(tensor: str) -> str:
@@ -238,10 +239,11 @@ class Verdict:
 def leaves_at(contender: Contender, reference: Contender, width: Mapping[int, float]) -> int | None:
     """First step at which the deviation exceeds the width, or the loss is not finite although the reference's is."""
     known = {r.step for r in reference.steps if math.isfinite(r.loss)}
-    return next((k for k, d in deviations(contender, reference).items() if k in known and not abs(d) <= width.get(k, 0.0)), None)
+    outside = (k for k, d in deviations(contender, reference).items() if not abs(d) <= width.get(k, 0.0))
+    return next((k for k in outside if k in known), None)
 
 def noise_at_end(band: Band) -> float:
-    """Largest difference between the final losses of a band's repetitions, relative; NaN if one of them is not finite."""
+    """Largest relative difference between the final losses of a band's repetitions; NaN if one is not finite."""
     return outcome_spread(fmean(losses[-TAIL:]) for losses in band.losses if losses)
 
 def outcome_spread(finals: Iterable[float]) -> float:
@@ -254,7 +256,8 @@ def seed_words(comparison: Comparison, contender: Contender) -> str:
     """The final loss beside those of other seeds, as half a sentence; '' if there are none."""
     ref, finals = comparison.reference, (*comparison.seed_finals, final_loss(comparison.reference))
     spread, off = outcome_spread(finals), _relative(final_loss(contender), final_loss(ref))
-    return "" if math.isnan(spread) else f"; its final loss is {off:+.2%} off, while {len(finals)} {ref.name} seeds differ by {spread:.2%}"
+    if math.isnan(spread): return ""
+    return f"; its final loss is {off:+.2%} off, while {len(finals)} {ref.name} seeds differ by {spread:.2%}"
 
 # %% ../nbs/16d_verdict.ipynb #3609e21f
 NOISE_LIMIT = 0.01  # relative spread of the final loss above which nothing can be judged
@@ -263,37 +266,46 @@ def judged(comparison: Comparison, c: Contender, band: Band) -> Verdict:
     """The verdict on a contender that has a band."""
     ref, width = comparison.reference, band_width(band, comparison.reference)
     at, noise, (deviation, peak) = leaves_at(c, ref, width), noise_at_end(band), largest(deviations(c, ref))
-    limit = min(NOISE_LIMIT, outcome_spread((*comparison.seed_finals, final_loss(ref))))  # min ignores a NaN that comes second
-    of = f"{len(band.seeds)} repetitions of {band.name}"
-    if at is not None:
-        layer = first_layer(c, band)
-        where = f"; the first layer whose weights leave theirs is {layer[0]}, at step {layer[1]}" if layer else ""
-        size = abs(deviations(c, ref)[at])
-        how = f"deviation {size:.1e}, noise allows {width.get(at, 0.0):.1e}" if math.isfinite(size) else "its loss is not finite"
-        return Verdict("leaves the band", f"leaves the band at step {at}: {how} ({of}){where}"
-                       f"{seed_words(comparison, c)}.", at, layer[0] if layer else "")
+    spread = outcome_spread((*comparison.seed_finals, final_loss(ref)))
+    limit = min(NOISE_LIMIT, spread)  # in this order, min ignores a NaN
+    of = f"{len(band.losses)} runs of {band.name}"
+    if at is not None: return outside(comparison, c, band, at, width[at])
     if not noise <= limit:
-        return Verdict("too noisy", f"too noisy to judge: {of} end {noise:.1e} apart, and more than {limit:.1e} is no small noise.")
-    return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {deviation:.1e} (step {peak}), where noise allows "
-                   f"{width[peak]:.1e} ({of}){seed_words(comparison, c)}.")
+        return Verdict("too noisy", f"too noisy to judge: {of} end {noise:.1e} apart, and more than {limit:.1e} is no "
+                       "small noise.")
+    return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {deviation:.1e} (step {peak}), "
+                   f"where noise allows {width[peak]:.1e} ({of}){seed_words(comparison, c)}.")
+
+def outside(comparison: Comparison, c: Contender, band: Band, at: int, allowed: float) -> Verdict:
+    """The verdict on a contender that leaves its band at step `at`."""
+    layer, size = first_layer(c, band), abs(deviations(c, comparison.reference)[at])
+    where = f"; the first layer whose weights leave theirs is {layer[0]}, at step {layer[1]}" if layer else ""
+    how = f"deviation {size:.1e}, noise allows {allowed:.1e}" if math.isfinite(size) else "its loss is not finite"
+    return Verdict("leaves the band", f"leaves the band at step {at}: {how} ({len(band.losses)} runs of {band.name})"
+                   f"{where}{seed_words(comparison, c)}.", at, layer[0] if layer else "")
 
 # %% ../nbs/16d_verdict.ipynb #c6312f97
 def stated(comparison: Comparison, c: Contender) -> Verdict:
     """The verdict on a contender without a band: how far it is from the reference."""
     ref, line = comparison.reference, summary(comparison, c)
-    if line.max_step is None: return Verdict("not judged", f"cannot be compared: no step at which both it and {ref.name} have a finite loss.")
-    if line.max_deviation == 0 and len(c.steps) == len(ref.steps): return Verdict("identical", f"has exactly the losses of {ref.name}.")
-    held = f"; its held-out loss {line.eval_loss:.4f} is {line.eval_difference:+.2%} off" if math.isfinite(line.eval_difference) else ""
-    return Verdict("not judged", f"deviates from {ref.name} by at most {line.max_deviation:.1e} of the loss (step {line.max_step}){held}. "
-                   "Whether that is noise was not measured.")
+    if line.max_step is None:
+        return Verdict("not judged", f"cannot be compared: at no step it and {ref.name} both have a finite loss.")
+    if line.max_deviation == 0 and len(c.steps) == len(ref.steps):
+        return Verdict("identical", f"has exactly the losses of {ref.name}.")
+    known = math.isfinite(line.eval_difference)
+    held = f"; its held-out loss {line.eval_loss:.4f} is {line.eval_difference:+.2%} off" if known else ""
+    return Verdict("not judged", f"deviates from {ref.name} by at most {line.max_deviation:.1e} of the loss "
+                   f"(step {line.max_step}){held}. Whether that is noise was not measured.")
 
 # %% ../nbs/16d_verdict.ipynb #77c9893b
 def remedy(profile: str) -> str:
     """What to change in a profile that loses updates."""
     try: p = PrecisionProfile.parse(profile)
     except ValueError: return "keep the weights in more bits"
-    if p.master is not None or p.rounding != "nearest": return f"param={storage_of(p.param)} is too narrow for this learning rate"
-    return f"use rounding=stochastic (no memory), rounding=kahan (+{storage_of(p.param).bytes} bytes a parameter) or master=f32 (+4 bytes)"
+    stored = storage_of(p.param)
+    if p.master is not None or p.rounding != "nearest": return f"param={stored} is too narrow for this learning rate"
+    return (f"use rounding=stochastic (no memory), rounding=kahan (+{stored.bytes} bytes a parameter) "
+            "or master=f32 (+4 bytes)")
 
 FLUSHED = 0.01  # a larger share of moments that became 0 is an alarm
 
@@ -312,8 +324,9 @@ def alarms(comparison: Comparison, c: Contender) -> Iterator[str]:
                f"{f' ({name}: {worst:.0%})' if name else ''}: {remedy(c.profile)}.")
     if lost: yield f"The loss is not finite at {len(lost)} of {len(c.steps)} steps, first at step {lost[0]}."
     if line.skipped: yield f"{line.skipped} of {line.steps} steps were skipped ({_reasons(c)})."
-    if line.saturated: yield f"{line.saturated} moments were clamped to the largest number: state_scale is too large, use state_scale=auto."
-    if (share := flushed_share(c)) > FLUSHED: yield f"{share:.1%} of the moments became 0 in storage: use optimizer=f32, or optimizer=bf16."
+    if line.saturated: yield f"{line.saturated} moments were clamped to the largest number: use state_scale=auto."
+    if (share := flushed_share(c)) > FLUSHED:
+        yield f"{share:.1%} of the moments became 0 in storage: use optimizer=bf16 or optimizer=f32."
 
 def _reasons(c: Contender) -> str:
     """The reasons of skipped steps, each once."""
@@ -322,11 +335,12 @@ def _reasons(c: Contender) -> str:
 # %% ../nbs/16d_verdict.ipynb #b7d1ed71
 def verdict(comparison: Comparison, contender: Contender) -> Verdict:
     """The verdict on one contender of a comparison."""
-    c, band = contender, comparison.band(contender)
+    c, band, taken = contender, comparison.band(contender), len(contender.steps)
     if not c.steps: found = Verdict("no steps", "took no step: there is nothing to judge.")
     elif c is comparison.reference: found = Verdict("reference", "the reference: the others are measured against it.")
     else: found = judged(comparison, c, band) if band and all(band.losses) else stated(comparison, c)
-    if c.status == "failed": found = Verdict("failed", f"failed at step {len(c.steps)}: {c.message}. Before that it {found.words}")
+    if c.status == "failed":
+        found = Verdict("failed", f"failed at step {taken}: {c.message.rstrip('.')}. Before that: {found.words}")
     return Verdict(found.kind, found.words, found.step, found.layer, tuple(alarms(comparison, c)))
 
 def verdicts(comparison: Comparison) -> dict[str, Verdict]:

@@ -126,6 +126,8 @@ def test_the_head_is_its_definition_in_any_chunks(p, out, chunk, table):
     assert abs(recorded.item() / right - 1) < 1e-6 and deviation(value, recorded) <= TOLERANCE[F32]
     for mine, exact in ((dx, right_dx), (dw, right_dw)):
         assert mine.dtype is p.dtype and deviation(mine, exact) <= max(TOLERANCE[p], TOLERANCE[out])
+        if out is F32 and p.bits < 32:  # partial sums of chunks are not rounded
+            assert (mine.double() != exact).double().mean() <= 0.02
 
 
 @pytest.mark.parametrize("p, out", [(F16, F32), (BF16, BF16), (F32, F32)], ids=str)
