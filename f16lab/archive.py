@@ -36,6 +36,7 @@ def log_path(folder: str | Path, index: int, name: str) -> Path:
     """The log of contender number `index`; its name made safe for a file."""
     return Path(folder) / f"{index:02d}_{re.sub(r'[^A-Za-z0-9_.=-]+', '_', name)[:60]}.sqlite"
 
+# %% ../nbs/16e_archive.ipynb #a01cee8c
 ABOUT = ("name", "profile", "note", "recipe", "planned", "sizes", "band")  # what is known of a contender at its start
 
 def opening(contender: Contender, index: int, config: Mapping[str, Any], versions: Mapping[str, str]) -> RunStarted:
@@ -43,6 +44,7 @@ def opening(contender: Contender, index: int, config: Mapping[str, Any], version
     kept = {name: getattr(contender, name) for name in ABOUT}
     return RunStarted({**config, "comparison": {"index": index, **kept}}, versions)
 
+# %% ../nbs/16e_archive.ipynb #1ac2c350
 def closing(contender: Contender, comparison: Comparison | None = None) -> Iterator[EventRecord | RunEnded]:
     """Last records of a contender's log: bytes and digest; with `comparison` also the bands and the seeds; the end."""
     step = len(contender.steps)
@@ -66,6 +68,7 @@ def read_steps(reader: RunReader) -> tuple[StepRecord, ...]:
     records = (replace(reader.record(step), histograms=()) for step in wanted)
     return tuple(replace(r, casts=tables.setdefault(r.casts, r.casts)) for r in records)
 
+# %% ../nbs/16e_archive.ipynb #41e6b8d8
 def _events(reader: RunReader) -> list[EventRecord]:
     """All events of a log."""
     table = reader.events()
@@ -75,13 +78,14 @@ def _distances(text: str) -> Distances:
     """Distances from the text of their event."""
     return Distances(**from_json(text))
 
+# %% ../nbs/16e_archive.ipynb #f071d00b
 def _band(text: str) -> Band:
     """A noise band from the text of its event."""
     table = from_json(text)
     return Band(table["name"], tuple(table["seeds"]), tuple(map(tuple, table["losses"])),
                 tuple(Distances(**d) for d in table["distances"]))
 
-# %% ../nbs/16e_archive.ipynb #41e6b8d8
+# %% ../nbs/16e_archive.ipynb #134073aa
 def _who(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """What a log says about its contender; for a single run, what its profile says."""
     if "comparison" in config: return {key: value for key, value in config["comparison"].items() if key != "index"}
@@ -90,6 +94,7 @@ def _who(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     profile = PrecisionProfile.from_dict(table) if isinstance(table, Mapping) else PrecisionProfile.parse(table)
     return dict(name=preset_name(profile) or path.stem, profile=str(profile), planned=bytes_per_parameter(profile))
 
+# %% ../nbs/16e_archive.ipynb #7ae4eda9
 def _contender(path: Path) -> tuple[int, Contender, dict[str, Any], dict[str, list[str]]]:
     """(index, contender, its session, texts of its events by kind) of one log."""
     with RunReader(path) as reader:
@@ -128,6 +133,7 @@ def plain_comparison(comparison: Comparison) -> dict[str, Any]:
     return dict(reference=comparison.reference.name, config=comparison.config, versions=comparison.versions,
                 contenders=contenders, seed_finals=comparison.seed_finals)
 
+# %% ../nbs/16e_archive.ipynb #3b42361a
 def write_summary(comparison: Comparison, path: str | Path) -> Path:
     """`plain_comparison` as strict JSON."""
     path = Path(path)

@@ -47,7 +47,7 @@ def convert_recorded(
     dtype = p.dtype
     if x.dtype is dtype: return x
     wider = x.element_size() < p.bytes and x.is_floating_point()
-    y = x.detach().to(dtype) if wider else convert(x, p, saturate)
+    y = (x.detach() if x.requires_grad else x).to(dtype) if wider else convert(x, p, saturate)
     if _listeners: _tell(x, p, layer, op, operand, direction, reason)
     return y
 

@@ -43,6 +43,7 @@ class Scoreboard:
     def __init__(self, console: Console, names: Iterable[str], steps: int, every: int = 0):
         self.console, self.names, self.steps, self.every = console, tuple(names), steps, every or line_every(steps)
         self.waiting: dict[tuple[str, int], dict[str, float]] = {}  # (kind, steps done) → losses so far, by contender
+        self.newest: dict[tuple[str, str], int] = {}                # (kind, contender) → steps done
         self.width = max(map(len, self.names), default=0)
         self.bar = bar(console)
         self.task = self.bar.add_task("comparing", total=None, now="")
@@ -71,6 +72,8 @@ class Scoreboard:
 
 def _note(board: Scoreboard, kind: str, done: int, name: str, loss: float) -> None:
     """Note a loss; print the line of all when nobody is missing, or when the others have gone on without them."""
+    if board.newest.get((kind, name), -1) >= done: return  # a repetition of the same profile, for its noise
+    board.newest[kind, name] = done
     for key in [key for key in board.waiting if key[0] == kind and key[1] < done]: _losses(board, key)
     board.waiting.setdefault((kind, done), {})[name] = loss
     if len(board.waiting[kind, done]) == len(board.names): _losses(board, (kind, done))

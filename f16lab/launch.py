@@ -107,7 +107,7 @@ CODES = {F16: "f16lab::F16", BF16: "f16lab::BF16", E5M2: "f16lab::E5M2", E4M3: "
 
 @dataclass(frozen=True, eq=False)
 class ExponentCounts:
-    """counts int64 [259]: results by the f32 exponent field of their value, then zeros, infinities, NaN; amax f32 [1]."""
+    """counts int64 [259]: results by exponent field (of their f32 value), zeros, infinities, NaN; amax: f32 [1]."""
 
     counts: Tensor
     amax: Tensor

@@ -77,15 +77,14 @@ def linear(
 # %% ../nbs/06b_matmul.ipynb #4afbf7a8
 def _matmul_plain(a, b, accum=F32, alpha=1.0): return a @ b if alpha == 1 else (a @ b) * alpha
 
-def _matmul_forward(a, b, accum=F32, alpha=1.0):
-    y = product(a, b, accum)
-    return (y if alpha == 1 else y * alpha), ()
+def _times(y, alpha): return y if alpha == 1 else y.mul_(alpha)
+
+def _matmul_forward(a, b, accum=F32, alpha=1.0): return _times(product(a, b, accum), alpha), ()
 
 def _matmul_backward(g, xs, statistics, needs, shapes, accum=F32, alpha=1.0):
     a, b = xs
-    ga = product(g, b.mT, accum).sum_to_size(shapes[0]) if needs[0] else None
-    gb = product(a.mT, g, accum).sum_to_size(shapes[1]) if needs[1] else None
-    return (ga, gb) if alpha == 1 else tuple(None if y is None else y * alpha for y in (ga, gb))
+    return (_times(product(g, b.mT, accum).sum_to_size(shapes[0]), alpha) if needs[0] else None,
+            _times(product(a.mT, g, accum).sum_to_size(shapes[1]), alpha) if needs[1] else None)
 
 MATMUL = Operator("matmul", ("a", "b"), _matmul_plain, _matmul_forward, _matmul_backward)
 BATCHED_MATMUL = Operator("batched_matmul", ("a", "b"), _matmul_plain, _matmul_forward, _matmul_backward, fixed_axes=2)

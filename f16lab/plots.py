@@ -59,7 +59,7 @@ def look(fig: go.Figure, title: str, height: int = 400, **layout: Any) -> go.Fig
 # %% ../nbs/18_plots.ipynb #5f051640
 def curve(values: Mapping[int, float], name: str, color: str, *, floor: float = -math.inf, width: float = 1.8,
           dash: str = "solid", **style: Any) -> list[go.Scatter]:
-    """A line of at most MAX_POINTS points, with a cross where it ceases to be finite; values below `floor` lie on it."""
+    """A line of at most MAX_POINTS points, a cross where it ceases to be finite; nothing is drawn below `floor`."""
     if not values: return []
     s = decimate(Series(np.array(list(values), float), np.array(list(values.values()), float)), MAX_POINTS)
     shown = [max(v, floor) if math.isfinite(v) else None for v in s.values.tolist()]
@@ -67,6 +67,7 @@ def curve(values: Mapping[int, float], name: str, color: str, *, floor: float = 
                       line=dict(color=color, width=width, dash=dash), **style)
     return [line, *crosses(s, shown, name)]
 
+# %% ../nbs/18_plots.ipynb #2fab4256
 def crosses(s: Series, shown: Sequence[float | None], name: str) -> list[go.Scatter]:
     """A red cross at the start of each gap, at the height of the value before it; no trace without gaps."""
     at = [i for i, v in enumerate(shown) if v is None and (i == 0 or shown[i - 1] is not None)]
@@ -105,16 +106,18 @@ def add_bands(fig: go.Figure, comparison: Comparison) -> None:
     """Shade what noise explains, one band for each noisy profile."""
     for i, band in enumerate(comparison.bands):
         width = {k: max(w, SMALLEST) for k, w in band_width(band, comparison.reference).items()}
-        style = dict(width=1, dash=("dot", "dash", "dashdot")[i % 3], fill="tozeroy", fillcolor="rgba(120,120,120,0.12)")
-        fig.add_traces(curve(width, f"noise of {label(band.name)}", "#999999", hoverinfo="skip", **style))
+        style = dict(dash=("dot", "dash", "dashdot")[i % 3], fill="tozeroy", fillcolor=faded("#787878", 0.12))
+        fig.add_traces(curve(width, f"noise of {label(band.name)}", "#999999", width=1, hoverinfo="skip", **style))
 
+# %% ../nbs/18_plots.ipynb #e7bc3fe3
 def deviation_figure(comparison: Comparison) -> go.Figure:
     """|loss − reference|/|reference| on a logarithmic axis, with the noise bands that were measured."""
     fig, ref = go.Figure(), comparison.reference
     add_bands(fig, comparison)
     for c in comparison.contenders[1:]:
         found, color, name = {k: abs(d) for k, d in deviations(c, ref).items()}, color_of(comparison, c), label(c.name)
-        fig.add_traces(curve(found, name, faded(color, 0.35), floor=SMALLEST, width=1, showlegend=False, hoverinfo="skip"))
+        thin = dict(width=1, showlegend=False, hoverinfo="skip")
+        fig.add_traces(curve(found, name, faded(color, 0.35), floor=SMALLEST, **thin))
         calm = smoothed(found, max(3, len(found) // 20))
         fig.add_traces(curve(calm, name, color, floor=SMALLEST, width=2.5, hovertemplate="%{y:.1e}"))
     return look(fig, f"Deviation of the training loss from {label(ref.name)} (relative; thick: running median)",
@@ -128,21 +131,24 @@ def add_scale(fig: go.Figure, c: Contender, name: str, color: str) -> None:
         fig.add_trace(t.update(line_shape="hv"), row=2, col=1)
     skips = [r for r in c.steps if r.skipped][:MAX_POINTS]
     mark = dict(symbol="x", size=9, color=color, line=dict(width=1, color="white"))
-    fig.add_trace(go.Scatter(x=[r.step for r in skips], y=[scales.get(r.step) for r in skips], mode="markers", marker=mark,
-                             name=f"{name} skipped", legendgroup=name, showlegend=False,
-                             text=[label(r.skip_reason) for r in skips], hovertemplate="%{text}"), row=2, col=1)
+    x, y, text = [r.step for r in skips], [scales.get(r.step) for r in skips], [label(r.skip_reason) for r in skips]
+    fig.add_trace(go.Scatter(x=x, y=y, text=text, mode="markers", marker=mark, name=f"{name} skipped", legendgroup=name,
+                             showlegend=False, hovertemplate="%{text}"), row=2, col=1)
 
+# %% ../nbs/18_plots.ipynb #ab520b46
 def norm_figure(comparison: Comparison) -> go.Figure:
     """Gradient norm above, loss scale below; a cross is a skipped step."""
     fig = two_rows()
     for c in comparison.contenders:
         name, color = label(c.name), color_of(comparison, c)
-        for t in curve({r.step: r.grad_norm for r in c.steps if not r.skipped}, name, color): fig.add_trace(t, row=1, col=1)
+        norms = {r.step: r.grad_norm for r in c.steps if not r.skipped}
+        for t in curve(norms, name, color): fig.add_trace(t, row=1, col=1)
         add_scale(fig, c, name, color)
     fig.update_yaxes(title_text="gradient norm", type="log", dtick="D2", row=1, col=1)
     fig.update_yaxes(title_text="loss scale", tickprefix="2<sup>", ticksuffix="</sup>", dtick=4, row=2, col=1)
     return look(fig, "Gradient norm, and loss scale (cross: skipped step)", 460)
 
+# %% ../nbs/18_plots.ipynb #1566d93c
 def two_rows() -> go.Figure:
     """Two plots above each other that share the axis of steps."""
     fig = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07, row_heights=[0.6, 0.4])
@@ -155,8 +161,9 @@ def tallied(tables: Sequence[Sequence[CastRow]]) -> dict[tuple[CastRow, ...], in
     for rows in tables: seen[tuple(rows)] = seen.get(tuple(rows), 0) + 1
     return seen
 
+# %% ../nbs/18_plots.ipynb #a214ca9c
 def mean_casts(steps: Iterable[StepRecord]) -> dict[tuple[str, ...], tuple[float, float]]:
-    """(layer, op, operand, direction, src, dst, reason) → (casts, bytes) per step, over the steps with counted casts."""
+    """(layer, op, operand, direction, src, dst, reason) → (casts, bytes) per step with counted casts."""
     counted, out = [[row for row in r.casts if row.phase != "eval"] for r in steps if r.casts], {}
     for rows, times in tallied(counted).items():
         for row in rows:
@@ -181,6 +188,7 @@ def cast_color(src: str, dst: str) -> str:
     """Blue: to fewer bits; orange: to more; pink: to as many."""
     return "#56B4E9" if WIDTHS[dst] < WIDTHS[src] else "#E69F00" if WIDTHS[dst] > WIDTHS[src] else "#CC79A7"
 
+# %% ../nbs/18_plots.ipynb #5d233753
 def cast_tree(contender: Contender) -> dict[str, list]:
     """Columns of a treemap: ids, labels, parents, values (bytes per step), colors, text."""
     sizes, parents, notes, shade = {}, {}, {}, {}
@@ -206,6 +214,7 @@ def with_buttons(fig: go.Figure, names: Sequence[str], otherwise: str) -> go.Fig
                 pad=dict(l=0, b=4), bgcolor="white", bordercolor="#bbbbbb", font_size=12)
     return fig.update_layout(updatemenus=[menu])
 
+# %% ../nbs/18_plots.ipynb #7e74e5fe
 def nothing(fig: go.Figure, why: str) -> go.Figure:
     """A note in the middle of an empty figure."""
     note = dict(text=why, showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5, font_size=15)
@@ -218,8 +227,9 @@ def cast_treemap(comparison: Comparison) -> go.Figure:
     for i, c in enumerate(cast):
         t = cast_tree(c)
         box = dict(colors=t.pop("colors"), line=dict(width=1, color="white"), pad=dict(t=18, l=2, r=2, b=2))
-        fig.add_trace(go.Treemap(**t, branchvalues="total", marker=box, visible=i == 0, name=label(c.name), textinfo="label",
-                                 tiling_pad=1, root_color="#f2f2f2", hovertemplate="<b>%{label}</b><br>%{text}<extra></extra>"))
+        fig.add_trace(go.Treemap(**t, branchvalues="total", marker=box, visible=i == 0, name=label(c.name),
+                                 textinfo="label", tiling_pad=1, root_color="#f2f2f2",
+                                 hovertemplate="<b>%{label}</b><br>%{text}<extra></extra>"))
     fig = look(fig, "Casts of one step: area = bytes (blue: to fewer bits, orange: to more, pink: as many)", 620,
                hovermode="closest", margin=dict(l=8, r=8, t=82, b=8))
     return with_buttons(fig, [label(c.name) for c in cast], "no casts were counted")
@@ -232,13 +242,14 @@ def top_casts(contender: Contender, count: int = 12) -> list[dict[str, Any]]:
     rows = [dict(zip(CAST_COLUMNS, (*key, n, size / 1e6))) for key, (n, size) in mean_casts(contender.steps).items()]
     return sorted(rows, key=lambda row: -row["MB"])[:count]
 
+# %% ../nbs/18_plots.ipynb #498ff9dc
 def cast_table(contender: Contender, count: int = 12) -> go.Figure:
     """`top_casts` as a table."""
     rows = top_casts(contender, count)
     text = lambda x: f"{x:.3g}" if isinstance(x, float) else label(x)  # noqa: E731
-    table = go.Table(header=dict(values=[f"<b>{name}</b>" for name in CAST_COLUMNS], align="left", fill_color="#eeeeee"),
-                     cells=dict(values=[[text(row[name]) for row in rows] for name in CAST_COLUMNS], align="left", height=24),
-                     columnwidth=[3, 2, 1.4, 1.6, 1, 1, 1.4, 1, 1])
+    heads, columns = [f"<b>{n}</b>" for n in CAST_COLUMNS], [[text(row[n]) for row in rows] for n in CAST_COLUMNS]
+    table = go.Table(header=dict(values=heads, align="left", fill_color="#eeeeee"),
+                     columnwidth=[3, 2, 1.4, 1.6, 1, 1, 1.4, 1, 1], cells=dict(values=columns, align="left", height=24))
     return look(go.Figure(table), f"Largest casts of one step, {label(contender.name)}", 150 + 26 * len(rows),
                 margin=dict(l=10, r=10, t=60, b=10))
 
@@ -251,12 +262,14 @@ def lost_shares(contender: Contender) -> dict[int, float]:
         if known: out[r.step] = sum(n * x for n, x in known) / sum(n for n, _ in known)
     return out
 
+# %% ../nbs/18_plots.ipynb #8a960de0
 def efficiency_figure(comparison: Comparison) -> go.Figure:
     """Update efficiency with the alarm line, and the share of lost updates below."""
     fig = two_rows()
     for c in comparison.contenders:
         for row, values in ((1, efficiencies(c)), (2, lost_shares(c))):
-            for t in curve(values, label(c.name), color_of(comparison, c), showlegend=row == 1, hovertemplate="%{y:.3f}"):
+            style = dict(showlegend=row == 1, hovertemplate="%{y:.3f}")
+            for t in curve(values, label(c.name), color_of(comparison, c), **style):
                 fig.add_trace(t.update(mode="lines+markers", marker_size=5), row=row, col=1)
     if not fig.data: return nothing(look(fig, "Update efficiency", 460), "no step was measured")
     fig.add_hline(y=ALARM, line=dict(color=ALERT, dash="dash", width=1.5), row=1, col=1, annotation_text="alarm",
@@ -274,6 +287,7 @@ def bars(fig: go.Figure, title: str, rows: int, unit: str, **layout: Any) -> go.
     return look(fig, title, 150 + 36 * rows, hovermode="closest", barmode="stack", legend_traceorder="normal",
                 yaxis=dict(autorange="reversed", automargin=True), xaxis=dict(title=unit, rangemode="tozero"), **layout)
 
+# %% ../nbs/18_plots.ipynb #225a1da7
 def memory_figure(comparison: Comparison) -> go.Figure:
     """Bytes per parameter by role, as stacked bars; the total at the end of each."""
     fig, held = go.Figure(), {label(c.name): c.planned or c.memory for c in comparison.contenders}
@@ -290,11 +304,12 @@ def speed_figure(comparison: Comparison) -> go.Figure:
     """Tokens per second of each contender, from the median step; milliseconds per step beside the bar."""
     fig, cs = go.Figure(), comparison.contenders
     rates = [summary(comparison, c).tokens_per_second for c in cs]
-    words = [f"{rate:,.0f} tokens/s, {step_seconds(c.steps) * 1e3:.0f} ms a step" if math.isfinite(rate) else "not measured"
-             for c, rate in zip(cs, rates)]
     known = [rate if math.isfinite(rate) else 0.0 for rate in rates]
-    fig.add_bar(y=[label(c.name) for c in cs], x=known, orientation="h", marker_color=[color_of(comparison, c) for c in cs],
-                text=words, textposition="outside", cliponaxis=False, hoverinfo="skip", showlegend=False)
+    words = [f"{rate:,.0f} tokens/s, {step_seconds(c.steps) * 1e3:.0f} ms a step" if rate else "not measured"
+             for c, rate in zip(cs, known)]
+    colors = [color_of(comparison, c) for c in cs]
+    fig.add_bar(y=[label(c.name) for c in cs], x=known, orientation="h", text=words, textposition="outside",
+                marker_color=colors, cliponaxis=False, hoverinfo="skip", showlegend=False)
     fig = bars(fig, "Speed on this machine", len(cs), "tokens per second")
     return fig.update_xaxes(range=[0, 1.4 * max(*known, 1.0)])
 
@@ -315,7 +330,7 @@ def distance_map(contender: Contender, columns: int) -> tuple[list[str], list[st
 
 # %% ../nbs/18_plots.ipynb #ee8aefcb
 def distance_figure(comparison: Comparison, columns: int = 60) -> go.Figure:
-    """Relative distance of each layer's weights from the reference's, log10, layer × step; a button for each contender."""
+    """Relative distance of each layer's weights from the reference's, layer × step; a button for each contender."""
     fig, maps = go.Figure(), {c.name: distance_map(c, columns) for c in comparison.contenders if c.distances}
     known = [x for _, _, z in maps.values() for row in z for x in row if x is not None]
     bar = dict(title="distance", tickprefix="10<sup>", ticksuffix="</sup>", dtick=1)

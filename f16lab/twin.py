@@ -70,6 +70,7 @@ def plain_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf)
     return scores.softmax(-1) @ v
 
+# %% ../nbs/16c_twin.ipynb #46057c61
 def turned(x: Tensor) -> Tensor:
     """x [..., T, d] with its halves rotated by position · 10000^(−2i/d)."""
     T, d = x.shape[-2:]
@@ -78,6 +79,7 @@ def turned(x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
+# %% ../nbs/16c_twin.ipynb #0e4d2e2e
 def plain_attention(w: Weights, name: str, x: Tensor, c: GPTConfig) -> Tensor:
     """Multi-head self-attention, [B, T, C] to [B, T, C]."""
     B, T, C = x.shape
@@ -92,6 +94,7 @@ def plain_mlp(w: Weights, name: str, x: Tensor, c: GPTConfig) -> Tensor:
     h = h * F.silu(plain_linear(w, f"{name}.gate", x)) if c.activation == "swiglu" else F.gelu(h, approximate="tanh")
     return plain_linear(w, f"{name}.proj", h)
 
+# %% ../nbs/16c_twin.ipynb #2dc559c9
 def plain_gpt(w: Weights, c: GPTConfig, ids: Tensor) -> Tensor:
     """Logits [B, T, vocab_size] of a GPT for token ids [B, T]."""
     x = F.embedding(ids, w["wte.weight"])
@@ -105,7 +108,7 @@ def plain_gpt(w: Weights, c: GPTConfig, ids: Tensor) -> Tensor:
         x = x + plain_norm(w, f"{at}.ln2_out", y, c)
     return F.linear(plain_norm(w, "ln_f", x, c), w["wte.weight"])[..., : c.vocab_size]
 
-# %% ../nbs/16c_twin.ipynb #2dc559c9
+# %% ../nbs/16c_twin.ipynb #30da55df
 def plain_classifier(w: Weights, c: MLPConfig, images: Tensor) -> Tensor:
     """Logits [B, classes] of an MLP or a CNN for images [B, channels, height, width]."""
     x = images.reshape(-1, *c.image)
@@ -115,10 +118,12 @@ def plain_classifier(w: Weights, c: MLPConfig, images: Tensor) -> Tensor:
     for i in range(len(c.hidden)): x = F.relu(plain_linear(w, f"fc.{i}", x))
     return plain_linear(w, "head", x)
 
+# %% ../nbs/16c_twin.ipynb #7b63fe91
 def plain_logits(w: Weights, c: ModelConfig, inputs: Tensor) -> Tensor:
     """Logits of any model that has a twin."""
     return plain_gpt(w, c, inputs) if isinstance(c, GPTConfig) else plain_classifier(w, c, inputs)
 
+# %% ../nbs/16c_twin.ipynb #e19d9a41
 def check_twin(config: TrainConfig, model: ModelConfig) -> None:
     """NotImplementedError for a model without a twin, and for dropout; a warning for settings that a twin ignores."""
     if isinstance(model, EncoderConfig): raise NotImplementedError("torch_amp has no encoder, only GPTs, mlp and cnn")
@@ -158,6 +163,7 @@ def twin_optimizer(weights: Mapping[str, Parameter], config: TrainConfig) -> tor
     groups = [dict(params=params, weight_decay=decay) for params, decay in zip(split, (o.weight_decay, 0.0)) if params]
     return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
 
+# %% ../nbs/16c_twin.ipynb #e84ab2c9
 class Twin:
     """A run of `torch_amp`: our f32 initial values and batches; autocast, GradScaler and AdamW of torch."""
 
@@ -216,6 +222,7 @@ def counter_for(twin: Twin) -> CastCounter | None:
     wanted = run.ledger and run.meters_every and twin.step_number % run.meters_every == 0
     return CastCounter() if wanted else None
 
+# %% ../nbs/16c_twin.ipynb #f6126da8
 def twin_step(twin: Twin) -> StepRecord:
     """One optimizer step of the twin."""
     start, step, scale, counter = time.perf_counter(), twin.step_number, twin.scaler.get_scale(), counter_for(twin)
@@ -245,6 +252,7 @@ def twin_state(twin: Twin) -> State:
         tensors |= {f"optimizer.{role}/{name}": held[key] for role, key in MOMENTS.items() if key in held}
     return State(tensors, dict(step=twin.step_number, scale=twin.scaler.get_scale(), data=twin.inputs.train.state()))
 
+# %% ../nbs/16c_twin.ipynb #761f636c
 def twin_bytes(twin: Twin) -> dict[str, int]:
     """Bytes held by role: param, grad, m, v. The 16-bit copies that autocast makes for a forward are not in it."""
     weights, states = twin.weights.values(), twin.optimizer.state.values()
@@ -262,6 +270,7 @@ def twin_evaluate(twin: Twin) -> EvalRecord:
     total = sum(twin.loss(*on_device(b, twin.device)).item() for b in batches)
     return EvalRecord(twin.step_number, total / tokens, tokens)
 
+# %% ../nbs/16c_twin.ipynb #18ba8d42
 def twin_steps(twin: Twin) -> Iterator[StepRecord | EvalRecord | RunEnded]:
     """Train to the recipe's last step; yields what `train.steps` yields, without samples and events."""
     run = twin.config.run

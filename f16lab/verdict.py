@@ -31,6 +31,7 @@ class Distances:
     total: float = math.nan
     floor: Mapping[str, float] = field(default_factory=dict)
 
+# %% ../nbs/16d_verdict.ipynb #0f8cdadc
 @dataclass(frozen=True)
 class Contender:
     """One run of a comparison: what it was, and its records."""
@@ -51,7 +52,7 @@ class Contender:
     digest: str = ""              # of the final state
     band: str = ""                # name of the noise band that it is judged by
 
-# %% ../nbs/16d_verdict.ipynb #0f8cdadc
+# %% ../nbs/16d_verdict.ipynb #8bc53d8b
 @dataclass(frozen=True)
 class Band:
     """Repetitions of one profile with other rounding seeds, same initial weights, same batches."""
@@ -61,6 +62,7 @@ class Band:
     losses: tuple[tuple[float, ...], ...]    # by repetition, then by step from 0
     distances: tuple[Distances, ...] = ()    # largest relative distance between any two of them
 
+# %% ../nbs/16d_verdict.ipynb #8344ff4e
 @dataclass(frozen=True)
 class Comparison:
     """Contenders trained in lockstep; the first one is the reference."""
@@ -116,11 +118,13 @@ def efficiencies(contender: Contender) -> dict[int, float]:
         if known: out[r.step] = sum(n * e for n, e in known) / sum(n for n, _ in known)
     return out
 
+# %% ../nbs/16d_verdict.ipynb #f1f7bdc2
 def late(values: Mapping[int, float]) -> float:
     """Mean over the last quarter of the measured steps (at least one); NaN without any."""
     kept = list(values.values())[-max(1, len(values) // 4):]
     return fmean(kept) if kept else math.nan
 
+# %% ../nbs/16d_verdict.ipynb #dc93637a
 def worst_tensor(contender: Contender) -> tuple[str, float]:
     """The matrix with the lowest efficiency, averaged over the run, and that efficiency; ('', NaN) without any."""
     seen: dict[str, list[float]] = {}
@@ -167,6 +171,7 @@ def last_losses(steps: Sequence[StepRecord]) -> float:
     """Mean of the last training losses, NaN without any."""
     return fmean(r.loss for r in steps[-TAIL:]) if steps else math.nan
 
+# %% ../nbs/16d_verdict.ipynb #69e38962
 def final_loss(contender: Contender) -> float:
     """What a run came to: its held-out loss if evaluated at the end, else the mean of the last training losses."""
     held = contender.evals[-1:] if contender.steps else ()
@@ -176,6 +181,7 @@ def step_seconds(steps: Sequence[StepRecord]) -> float:
     """Median seconds of a step, the first of a run (which warms up) left out when there are others."""
     return median(r.seconds for r in (steps[1:] or steps)) if steps else math.nan
 
+# %% ../nbs/16d_verdict.ipynb #dad67591
 def summary(comparison: Comparison, contender: Contender) -> Summary:
     """The numbers of one contender."""
     c, ref = contender, comparison.reference
@@ -203,6 +209,7 @@ def running_width(spreads: Mapping[int, float]) -> dict[int, float]:
         out[k] = MARGIN * widest
     return out
 
+# %% ../nbs/16d_verdict.ipynb #05f2916d
 def band_width(band: Band, reference: Contender) -> dict[int, float]:
     """Step → half the width of the band around the reference, relative to its loss."""
     losses = dict(enumerate(zip(*band.losses)))
@@ -246,12 +253,14 @@ def noise_at_end(band: Band) -> float:
     """Largest relative difference between the final losses of a band's repetitions; NaN if one is not finite."""
     return outcome_spread(fmean(losses[-TAIL:]) for losses in band.losses if losses)
 
+# %% ../nbs/16d_verdict.ipynb #af46c0d8
 def outcome_spread(finals: Iterable[float]) -> float:
     """(largest − smallest)/|mean|; NaN for fewer than two, or if one is not finite."""
     finals = list(finals)
     if len(finals) < 2 or not all(map(math.isfinite, finals)): return math.nan
     return (max(finals) - min(finals)) / abs(fmean(finals))
 
+# %% ../nbs/16d_verdict.ipynb #e5f13f3f
 def seed_words(comparison: Comparison, contender: Contender) -> str:
     """The final loss beside those of other seeds, as half a sentence; '' if there are none."""
     ref, finals = comparison.reference, (*comparison.seed_finals, final_loss(comparison.reference))
@@ -276,6 +285,7 @@ def judged(comparison: Comparison, c: Contender, band: Band) -> Verdict:
     return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {deviation:.1e} (step {peak}), "
                    f"where noise allows {width[peak]:.1e} ({of}){seed_words(comparison, c)}.")
 
+# %% ../nbs/16d_verdict.ipynb #7552733f
 def outside(comparison: Comparison, c: Contender, band: Band, at: int, allowed: float) -> Verdict:
     """The verdict on a contender that leaves its band at step `at`."""
     layer, size = first_layer(c, band), abs(deviations(c, comparison.reference)[at])
@@ -309,12 +319,14 @@ def remedy(profile: str) -> str:
 
 FLUSHED = 0.01  # a larger share of moments that became 0 is an alarm
 
+# %% ../nbs/16d_verdict.ipynb #658d5105
 def flushed_share(c: Contender) -> float:
     """Share of stored moments (m and v) that became 0, over the measured steps; NaN without any."""
     stats = [t for r in c.steps for t in r.tensors]
     moments = sum(2 * c.sizes.get(t.name, 0) for t in stats)
     return sum(t.flushed for t in stats) / moments if moments else math.nan
 
+# %% ../nbs/16d_verdict.ipynb #53f58983
 def alarms(comparison: Comparison, c: Contender) -> Iterator[str]:
     """Sentences on lost updates, losses that are not finite, skipped steps, and optimizer state at its limits."""
     line, lost = summary(comparison, c), [r.step for r in c.steps if not math.isfinite(r.loss)]

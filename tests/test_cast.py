@@ -1,10 +1,18 @@
 """The door and its ledger: what is recorded, what is not, and that listening changes no bit."""
+
 import pytest
 import torch
 from f16lab import cast as door
 from f16lab import ops
-from f16lab.cast import (Ledger, assert_no_casts, cast, collect_gradient, convert_recorded, grad_dtype_of,
-                         round_in_register)
+from f16lab.cast import (
+    Ledger,
+    assert_no_casts,
+    cast,
+    collect_gradient,
+    convert_recorded,
+    grad_dtype_of,
+    round_in_register,
+)
 from f16lab.device import open_device
 from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, Precision, bits_of, convert
 from f16lab.rounding import Key, Purpose, convert_stochastic
@@ -35,7 +43,11 @@ def test_forward_is_convert_and_backward_casts_back(p, q):
 def test_a_cast_to_the_same_precision_is_the_same_object(p):
     x = torch.ones(3, dtype=p.dtype, requires_grad=True)
     with assert_no_casts():
-        assert cast(x, p) is x and convert_recorded(x, p, "", "", "", "forward", "user") is x and round_in_register(x, p) is x
+        assert (
+            cast(x, p) is x
+            and convert_recorded(x, p, "", "", "", "forward", "user") is x
+            and round_in_register(x, p) is x
+        )
 
 
 def test_saturate_clamps_finite_overflow_only():
@@ -52,10 +64,18 @@ def test_an_accumulator_in_f16_is_rounded_and_widened_but_is_no_cast():
     assert y.dtype is torch.float32 and y.tolist() == [1.0, float("inf")]
 
 
-@pytest.mark.parametrize("bad, words", [
-    (dict(p="f16"), "Precision.parse"), (dict(p=torch.float16), "must be a Precision"), (dict(rounding="up"), "allowed are"),
-    (dict(rounding="stochastic"), "needs key"), (dict(key=KEY), "takes none"), (dict(x=torch.ones(2, dtype=torch.int32)), "int32"),
-    (dict(x=torch.ones(2, dtype=torch.bool)), "bool")])
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (dict(p="f16"), "Precision.parse"),
+        (dict(p=torch.float16), "must be a Precision"),
+        (dict(rounding="up"), "allowed are"),
+        (dict(rounding="stochastic"), "needs key"),
+        (dict(key=KEY), "takes none"),
+        (dict(x=torch.ones(2, dtype=torch.int32)), "int32"),
+        (dict(x=torch.ones(2, dtype=torch.bool)), "bool"),
+    ],
+)
 def test_bad_requests_are_refused_in_words(bad, words):
     request = {"x": torch.ones(2), "p": F16, **bad}
     with assert_no_casts(), pytest.raises(ValueError, match=words):
@@ -119,7 +139,13 @@ def test_a_row_says_all_of_a_cast():
         cast(x, F16, layer="blocks.0.attn", op="linear", operand="weight", reason="operand").sum().backward()
     forward, backward = ledger.rows()
     assert (forward.phase, forward.layer, forward.op, forward.operand) == ("eval", "blocks.0.attn", "linear", "weight")
-    assert (forward.shape, forward.src, forward.dst, forward.direction, forward.reason) == ((2, 8), "f32", "f16", "forward", "operand")
+    assert (forward.shape, forward.src, forward.dst, forward.direction, forward.reason) == (
+        (2, 8),
+        "f32",
+        "f16",
+        "forward",
+        "operand",
+    )
     assert forward.count == backward.count == 1 and forward.bytes == backward.bytes == 16 * (4 + 2)
     assert (backward.shape, backward.src, backward.dst, backward.direction) == ((2, 8), "f16", "f32", "backward")
 
@@ -132,7 +158,11 @@ def test_equal_casts_are_one_row_and_phases_are_apart():
             cast(x, F16)
             cast(x, BF16)
     assert [(r.phase, r.dst, r.count) for r in ledger.rows()] == [
-        ("train", "f16", 2), ("train", "bf16", 2), ("optimizer", "f16", 1), ("optimizer", "bf16", 1)]
+        ("train", "f16", 2),
+        ("train", "bf16", 2),
+        ("optimizer", "f16", 1),
+        ("optimizer", "bf16", 1),
+    ]
     assert ledger.count == 6 and ledger.bytes == 6 * 4 * 6
     ledger.clear()
     assert ledger.count == ledger.bytes == 0 and ledger.rows() == ()
@@ -160,6 +190,7 @@ def test_a_ledger_can_be_opened_again_and_goes_on():
 
 def test_nobody_listening_keeps_nothing(monkeypatch):
     """The bookkeeping is not even entered; and an exception inside a block closes the ledger too."""
+
     def never(*_):
         raise AssertionError("somebody was told")
 
@@ -185,7 +216,9 @@ def test_a_backward_in_another_thread_names_its_layer():
         thread = threading.Thread(target=y.backward)
         thread.start()
         thread.join()
-    assert ledger.count and {(r.layer, r.op, r.direction) for r in ledger.rows()} == {("blocks.1.attn", "softmax", "backward")}
+    assert ledger.count and {(r.layer, r.op, r.direction) for r in ledger.rows()} == {
+        ("blocks.1.attn", "softmax", "backward")
+    }
 
 
 def test_what_a_half_linear_layer_casts():
@@ -196,10 +229,15 @@ def test_what_a_half_linear_layer_casts():
     assert rows(ledger) == [
         *((*here, n, "f32", "f16", "forward", "operand", 1) for n in ("x", "weight", "bias")),
         *((*here, n, "f16", "f32", "forward", "boundary", 1) for n in ("x", "weight", "bias")),
-        (*here, "grad", "f32", "f16", "backward", "operand", 1), (*here, "grad", "f16", "f32", "backward", "boundary", 1),
+        (*here, "grad", "f32", "f16", "backward", "operand", 1),
+        (*here, "grad", "f16", "f32", "backward", "boundary", 1),
         *((*here, n, "f16", "f32", "backward", "boundary", 1) for n in ("x", "weight")),
-        *((*here, n, *way, 1) for n in ("x", "weight", "bias")
-          for way in (("f32", "f16", "backward", "boundary"), ("f16", "f32", "backward", "storage")))]
+        *(
+            (*here, n, *way, 1)
+            for n in ("x", "weight", "bias")
+            for way in (("f32", "f16", "backward", "boundary"), ("f16", "f32", "backward", "storage"))
+        ),
+    ]
     by_operand = {(r.operand, r.direction): r.shape for r in ledger.rows()}
     assert by_operand["weight", "backward"] == (4, 3) and by_operand["grad", "backward"] == (5, 4)
 
@@ -224,7 +262,10 @@ def train(p: Precision, steps: int = 50, listen: bool = False) -> list[torch.Ten
     """A small language model, `steps` of gradient descent: every weight and loss it passed through."""
     g, dtype = torch.Generator().manual_seed(0), p.dtype
     shapes = {"wte": (11, 8), "qkv": (24, 8), "proj": (8, 8), "fc": (16, 8), "back": (8, 16), "ln": (8,)}
-    w = {n: collect_gradient(torch.nn.Parameter((torch.randn(s, generator=g) * 0.3).to(dtype)), F32) for n, s in shapes.items()}
+    w = {
+        n: collect_gradient(torch.nn.Parameter((torch.randn(s, generator=g) * 0.3).to(dtype)), F32)
+        for n, s in shapes.items()
+    }
     seen = []
     for _ in range(steps):
         ids = torch.randint(0, 11, (2, 7), generator=g)

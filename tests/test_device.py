@@ -1,4 +1,5 @@
 """What a device may do natively is asked, and wrong answers are refused; the doctor survives every CuPy."""
+
 import importlib.util
 import os
 import subprocess
@@ -11,9 +12,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from f16lab import device
-from f16lab.device import (ALL_BOUNDARY, Candidate, DispatchTable, Path, ask_device, ask_elements, ask_linear,
-                           ask_linear_back, ask_product, ask_rows_added, ask_sum, candidates, doctor, exact_products,
-                           flush_note, open_device, table_for, using_table)
+from f16lab.device import (
+    ALL_BOUNDARY,
+    Candidate,
+    DispatchTable,
+    Path,
+    ask_device,
+    ask_elements,
+    ask_linear,
+    ask_linear_back,
+    ask_product,
+    ask_rows_added,
+    ask_sum,
+    candidates,
+    doctor,
+    exact_products,
+    flush_note,
+    open_device,
+    table_for,
+    using_table,
+)
 from f16lab.precision import BF16, F16, F32, F64
 
 ROOT = File(__file__).resolve().parent.parent
@@ -24,7 +42,9 @@ def python(code: str, *arguments: str, folder: File | None = None, **environment
     """A fresh interpreter that sees `folder` before all else."""
     path = os.pathsep.join(str(p) for p in (folder, ROOT) if p)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, timeout=120
+    )
 
 
 # ---------------------------------------------------------------- impostors
@@ -45,7 +65,7 @@ def half_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Partial products of 64 terms, rounded, added in half."""
     total = torch.zeros(len(a), len(b), dtype=a.dtype)
     for k in range(0, a.shape[1], 64):
-        total = total + (a[:, k:k + 64].float() @ b[:, k:k + 64].float().t()).to(a.dtype)
+        total = total + (a[:, k : k + 64].float() @ b[:, k : k + 64].float().t()).to(a.dtype)
     return total
 
 
@@ -61,35 +81,79 @@ def rounded_weight_gradient(g, x, w):
 
 good_linear = lambda x, w, b: F.linear(x.float(), w.float(), b.float()).to(x.dtype)
 good_product = lambda a, b: (a.float() @ b.float().t()).to(a.dtype)
-good_linear_back = lambda g, x, w: tuple(y.to(g.dtype) for y in (g.float() @ w.float(), g.float().t() @ x.float(), g.float().sum(0)))
+good_linear_back = lambda g, x, w: tuple(
+    y.to(g.dtype) for y in (g.float() @ w.float(), g.float().t() @ x.float(), g.float().sum(0))
+)
 good_rows = lambda g, ids, n: torch.zeros(n, g.shape[1]).index_add(0, ids, g.float()).to(g.dtype)
 
 IMPOSTORS = {
-    "an embedding gradient added up in half": (ask_rows_added, lambda g, ids, n: aten.embedding_dense_backward(g, ids, n, -1, False), "4096 ones give"),
-    "a table gradient that forgets NaN": (ask_rows_added, lambda g, ids, n: good_rows(g.nan_to_num(0.0), ids, n), "NaN"),
+    "an embedding gradient added up in half": (
+        ask_rows_added,
+        lambda g, ids, n: aten.embedding_dense_backward(g, ids, n, -1, False),
+        "4096 ones give",
+    ),
+    "a table gradient that forgets NaN": (
+        ask_rows_added,
+        lambda g, ids, n: good_rows(g.nan_to_num(0.0), ids, n),
+        "NaN",
+    ),
     "a linear layer that rounds before its bias": (ask_linear, lambda x, w, b: good_product(x, w) + b, "rounded once"),
     "a linear gradient in two rounded blocks": (ask_linear_back, rounded_weight_gradient, "rounded once"),
-    "a bias gradient added up in half": (ask_linear_back, lambda g, x, w: (*good_linear_back(g, x, w)[:2], half_running_sum(g.t())), "rounded once"),
+    "a bias gradient added up in half": (
+        ask_linear_back,
+        lambda g, x, w: (*good_linear_back(g, x, w)[:2], half_running_sum(g.t())),
+        "rounded once",
+    ),
     "a product with a half accumulator": (ask_product, half_products, "give|rounded once|overflow"),
     "a product that flushes NaN": (ask_product, without_nan(good_product), "NaN"),
     "a sum in half": (partial(ask_sum, False), half_running_sum, "4096 ones give"),
     "a sum rounded per thread": (partial(ask_sum, False), two_threads, "overflow|rounded once"),
-    "a mean of a half sum": (partial(ask_sum, True), lambda x: x.float().sum(-1).to(x.dtype) / x.shape[-1], "overflows|rounded once"),
-    "a mean that divides first": (partial(ask_sum, True), lambda x: (x / x.shape[-1]).float().sum(-1).to(x.dtype), "rounded once"),
-    "tanh's gradient from a rounded output": (partial(ask_elements, lambda g, x: aten.tanh_backward(g, torch.tanh(x)), 2),
-                                              lambda g, x: aten.tanh_backward(g, torch.tanh(x)), "rounded once"),
-    "a gelu by its formula in half": (partial(ask_elements, partial(F.gelu, approximate="tanh"), 1),
-                                      lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x * x * x))), "rounded once|NaN"),
-    "a sum with a rounded factor": (partial(ask_elements, lambda a, b: a + 0.3 * b, 2), lambda a, b: a + (0.3 * b), "rounded once"),
-    "an exp that truncates": (partial(ask_elements, torch.exp, 1), lambda x: (x.float().exp() * (1 - 2**-9)).to(x.dtype), "rounded once"),
+    "a mean of a half sum": (
+        partial(ask_sum, True),
+        lambda x: x.float().sum(-1).to(x.dtype) / x.shape[-1],
+        "overflows|rounded once",
+    ),
+    "a mean that divides first": (
+        partial(ask_sum, True),
+        lambda x: (x / x.shape[-1]).float().sum(-1).to(x.dtype),
+        "rounded once",
+    ),
+    "tanh's gradient from a rounded output": (
+        partial(ask_elements, lambda g, x: aten.tanh_backward(g, torch.tanh(x)), 2),
+        lambda g, x: aten.tanh_backward(g, torch.tanh(x)),
+        "rounded once",
+    ),
+    "a gelu by its formula in half": (
+        partial(ask_elements, partial(F.gelu, approximate="tanh"), 1),
+        lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x * x * x))),
+        "rounded once|NaN",
+    ),
+    "a sum with a rounded factor": (
+        partial(ask_elements, lambda a, b: a + 0.3 * b, 2),
+        lambda a, b: a + (0.3 * b),
+        "rounded once",
+    ),
+    "an exp that truncates": (
+        partial(ask_elements, torch.exp, 1),
+        lambda x: (x.float().exp() * (1 - 2**-9)).to(x.dtype),
+        "rounded once",
+    ),
 }
 HONEST = {
-    "rows": (ask_rows_added, good_rows), "linear": (ask_linear, good_linear), "linear back": (ask_linear_back, good_linear_back),
-    "product": (ask_product, good_product), "sum": (partial(ask_sum, False), lambda x: x.float().sum(-1).to(x.dtype)),
+    "rows": (ask_rows_added, good_rows),
+    "linear": (ask_linear, good_linear),
+    "linear back": (ask_linear_back, good_linear_back),
+    "product": (ask_product, good_product),
+    "sum": (partial(ask_sum, False), lambda x: x.float().sum(-1).to(x.dtype)),
     "mean": (partial(ask_sum, True), lambda x: x.float().mean(-1).to(x.dtype)),
-    "gelu": (partial(ask_elements, partial(F.gelu, approximate="tanh"), 1), lambda x: F.gelu(x.float(), approximate="tanh").to(x.dtype)),
-    "tanh back": (partial(ask_elements, lambda g, x: aten.tanh_backward(g, torch.tanh(x)), 2),
-                  lambda g, x: aten.tanh_backward(g.float(), torch.tanh(x.float())).to(g.dtype)),
+    "gelu": (
+        partial(ask_elements, partial(F.gelu, approximate="tanh"), 1),
+        lambda x: F.gelu(x.float(), approximate="tanh").to(x.dtype),
+    ),
+    "tanh back": (
+        partial(ask_elements, lambda g, x: aten.tanh_backward(g, torch.tanh(x)), 2),
+        lambda g, x: aten.tanh_backward(g.float(), torch.tanh(x.float())).to(g.dtype),
+    ),
 }
 
 
@@ -118,7 +182,9 @@ def test_each_precision_is_decided_alone():
     """A sum that is right in bf16 and not in f16."""
     native = lambda x: x.float().sum(-1).to(x.dtype) if x.dtype is torch.bfloat16 else half_running_sum(x)
     table = ask_device("cpu", (Candidate("row_sum", "forward", native, partial(ask_sum, False)),))
-    assert table.path("row_sum", "forward", BF16) is Path.NATIVE and table.path("row_sum", "forward", F16) is Path.BOUNDARY
+    assert (
+        table.path("row_sum", "forward", BF16) is Path.NATIVE and table.path("row_sum", "forward", F16) is Path.BOUNDARY
+    )
 
 
 def test_flushing_subnormals_is_noted_and_not_refused():
@@ -126,7 +192,10 @@ def test_flushing_subnormals_is_noted_and_not_refused():
     table = ask_device("cpu", (Candidate("matmul", "forward", flush, ask_product, (BF16,), note=flush_note),))
     assert table.path("matmul", "forward", BF16) is Path.NATIVE
     assert table.notes == (("matmul forward bf16", "numbers below 2^-126 count as 0"),)
-    assert ask_device("cpu", (Candidate("matmul", "forward", good_product, ask_product, (BF16,), note=flush_note),)).notes == ()
+    assert (
+        ask_device("cpu", (Candidate("matmul", "forward", good_product, ask_product, (BF16,), note=flush_note),)).notes
+        == ()
+    )
 
 
 def test_every_question_of_every_kind_can_be_asked_here():
@@ -149,10 +218,13 @@ def test_a_table_is_a_value():
 
 
 def test_this_cpu():
-    """Facts that hold on every CPU build of torch: half accumulation in the embedding gradient, no question on f16 products."""
+    """On every CPU build of torch the embedding gradient adds in half; f16 products are not asked."""
     table = ask_device("cpu")
     refused = dict(table.why)
-    assert refused["gather_rows backward f16"] == "4096 ones give 2048.0" and refused["gather_rows backward bf16"] == "4096 ones give 256.0"
+    assert (
+        refused["gather_rows backward f16"] == "4096 ones give 2048.0"
+        and refused["gather_rows backward bf16"] == "4096 ones give 256.0"
+    )
     assert "tanh backward f16" in refused
     for op in ("softmax", "layer_norm", "cross_entropy", "row_sum", "mean", "total"):
         assert table.path(op, "forward", F16) is table.path(op, "backward", BF16) is Path.BOUNDARY
@@ -173,7 +245,12 @@ def test_using_a_table_ends_with_the_block_also_after_an_exception():
 
 def test_the_switches_of_torch_are_restored():
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation")
+    names = (
+        "allow_tf32",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
     state = lambda: (*(getattr(matmul, n) for n in names), cudnn.allow_tf32)
     before = state()
     try:
@@ -191,11 +268,13 @@ def test_the_switches_of_torch_are_restored():
 
 
 def test_the_switches_survive_the_newer_names_of_torch():
-    done = python("import torch; from f16lab.device import exact_products\n"
-                  "m, c = torch.backends.cuda.matmul, torch.backends.cudnn.conv\n"
-                  "m.allow_tf32 = False; m.fp32_precision = 'tf32'\n"  # now reading allow_tf32 raises
-                  "with exact_products(): print(m.fp32_precision, torch.backends.cudnn.allow_tf32)\n"
-                  "print(m.fp32_precision, c.fp32_precision)")
+    done = python(
+        "import torch; from f16lab.device import exact_products\n"
+        "m, c = torch.backends.cuda.matmul, torch.backends.cudnn.conv\n"
+        "m.allow_tf32 = False; m.fp32_precision = 'tf32'\n"  # now reading allow_tf32 raises
+        "with exact_products(): print(m.fp32_precision, torch.backends.cudnn.allow_tf32)\n"
+        "print(m.fp32_precision, c.fp32_precision)"
+    )
     assert done.stdout.split() == ["ieee", "False", "tf32", "tf32"], done.stderr
 
 
@@ -203,7 +282,13 @@ def test_the_switches_survive_the_newer_names_of_torch():
 def test_open_device():
     assert open_device("cpu") == torch.device("cpu")
     assert open_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    for bad, words in {"tpu": "is not known", "cuda:x": "is not known", "cuda:": "is not known", "": "is not known", "cpu:0:1": "is not known"}.items():
+    for bad, words in {
+        "tpu": "is not known",
+        "cuda:x": "is not known",
+        "cuda:": "is not known",
+        "": "is not known",
+        "cpu:0:1": "is not known",
+    }.items():
         with pytest.raises(ValueError, match=words):
             open_device(bad)
 
@@ -217,7 +302,11 @@ def test_cuda_without_a_gpu_says_why_and_what_to_do():
 
 def test_an_unknown_kind_of_device_goes_by_the_boundary():
     table = ask_device("mps")
-    assert table.paths == () and table.path("relu", "forward", F16) is Path.BOUNDARY and table.path("relu", "forward", F32) is Path.NATIVE
+    assert (
+        table.paths == ()
+        and table.path("relu", "forward", F16) is Path.BOUNDARY
+        and table.path("relu", "forward", F32) is Path.NATIVE
+    )
 
 
 FORCED = """
@@ -250,19 +339,25 @@ def test_the_environment_asks_only_with_a_one(value, monkeypatch):
 
 
 # ---------------------------------------------------------------- doctor and CuPy
+ADVICE = """raise ImportError('''
+====================
+Failed to import CuPy.
+
+If you installed CuPy via wheels ...
+
+Original error:
+  ImportError: libcuda.so.1: cannot open shared object file
+====================
+''')"""
+VERSION = "class cuda:\n class runtime:\n  @staticmethod\n  def runtimeGetVersion(): "
+UNUSABLE = "problem | CuPy is installed but unusable ({}"
 CUPYS = {
-    "raises ImportError with a page of advice": (
-        "raise ImportError('''\n====================\nFailed to import CuPy.\n\nIf you installed CuPy via wheels ...\n\nOriginal error:\n"
-        "  ImportError: libcuda.so.1: cannot open shared object file\n====================\n''')",
-        "problem | CuPy is installed but unusable (ImportError: ImportError: libcuda.so.1: cannot open shared object file)"),
-    "raises RuntimeError": ("raise RuntimeError('driver\\n  too old')", "problem | CuPy is installed but unusable (RuntimeError: driver too old)"),
-    "says a lot": ("raise ImportError('long ' * 500)", "problem | CuPy is installed but unusable (ImportError: long long"),
-    "is a torso": ("x = 1", "problem | CuPy is installed but unusable (AttributeError"),
-    "fails when asked for its version": (
-        "class cuda:\n    class runtime:\n        @staticmethod\n        def runtimeGetVersion(): raise OSError('no device')",
-        "problem | CuPy is installed but unusable (OSError: no device)"),
-    "works": ("__version__ = '14.1'\nclass cuda:\n    class runtime:\n        @staticmethod\n        def runtimeGetVersion(): return 13000",
-              "ok | CuPy 14.1, CUDA 13.0" if not torch.version.cuda else ""),
+    "advises": (ADVICE, UNUSABLE.format("ImportError: ImportError: libcuda.so.1: cannot open shared object file)")),
+    "raises RuntimeError": ("raise RuntimeError('driver\\n  too old')", UNUSABLE.format("RuntimeError: driver too")),
+    "says a lot": ("raise ImportError('long ' * 500)", UNUSABLE.format("ImportError: long long")),
+    "is a torso": ("x = 1", UNUSABLE.format("AttributeError")),
+    "fails later": (VERSION + "raise OSError('no device')", UNUSABLE.format("OSError: no device)")),
+    "works": ("__version__ = '14.1'\n" + VERSION + "return 13000", "" if torch.version.cuda else "ok | CuPy 14.1, CUDA 13"),
 }
 DOCTOR = """
 import importlib, importlib.util, sys
@@ -294,13 +389,18 @@ def test_doctor_without_cupy(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "cupy" else find(name, *rest))
     found = device.cupy_finding()
-    assert found.status == "missing" and found.text.startswith("CuPy is not installed") and "f16lab[cuda13]" in found.text
+    assert (
+        found.status == "missing" and found.text.startswith("CuPy is not installed") and "f16lab[cuda13]" in found.text
+    )
 
 
 def test_importing_and_training_on_the_cpu_never_import_cupy(tmp_path):
     (tmp_path / "cupy.py").write_text("raise SystemExit('cupy was imported')")
-    code = ("import sys, torch, f16lab.device, f16lab.ops as ops\nfrom f16lab.precision import F16\nf16lab.device.open_device('cpu')\n"
-            "ops.relu(torch.ones(2, requires_grad=True), p=F16).sum().backward()\nprint('cupy' in sys.modules)")
+    code = (
+        "import sys, torch, f16lab.device, f16lab.ops as ops\nfrom f16lab.precision import F16\n"
+        "f16lab.device.open_device('cpu')\nops.relu(torch.ones(2, requires_grad=True), p=F16).sum().backward()\n"
+        "print('cupy' in sys.modules)"
+    )
     done = python(code, folder=tmp_path)
     assert done.stdout.strip() == "False", done.stderr
 

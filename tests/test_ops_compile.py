@@ -1,4 +1,5 @@
-"""Under torch.compile(fullgraph=True) every operator has the bits it has without, and the ledger is filled at trace time."""
+"""Compiled in one graph, every operator has the bits it has without, and the ledger is filled at trace time."""
+
 from functools import partial
 
 import op_cases as t
@@ -31,7 +32,10 @@ def run(f, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs of f (a list) and the gradients of all of them together."""
     xs = leaves(xs)
     ys = f(*xs)
-    gs = [convert(convert(torch.randn(y.shape, generator=torch.Generator().manual_seed(i)), BF16), F32).to(y.dtype) for i, y in enumerate(ys)]
+    gs = [
+        convert(convert(torch.randn(y.shape, generator=torch.Generator().manual_seed(i)), BF16), F32).to(y.dtype)
+        for i, y in enumerate(ys)
+    ]
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, xs, gs)]
 
 
@@ -42,9 +46,10 @@ def every_operator(p):
     def f(*xs):
         ys, at = [], 0
         for case, n in zip(t.ALL, sizes):
-            ys.append(case.call(*xs[at:at + n], p=p))
+            ys.append(case.call(*xs[at : at + n], p=p))
             at += n
         return ys
+
     return f, [x for case in t.ALL for x in case.tensors(case.shapes)]
 
 
@@ -65,17 +70,24 @@ def test_losses_casts_and_keys_have_the_same_bits(p, out):
 
     def f(x, w):
         x = cast(ops.dropout(x, 0.25, p=p, key=key, start=7), F32)
-        losses = [ops.head_cross_entropy(x, w, targets, p=p, out=out, loss_p=F32, weight=weight, scale=scale, chunk=c) for c in (None, 5)]
-        losses.append(ops.cross_entropy(ops.linear(x, w, p=p, out=out), targets, p=out, loss_p=F16, weight=weight, scale=8.0))
+        losses = [
+            ops.head_cross_entropy(x, w, targets, p=p, out=out, loss_p=F32, weight=weight, scale=scale, chunk=c)
+            for c in (None, 5)
+        ]
+        losses.append(
+            ops.cross_entropy(ops.linear(x, w, p=p, out=out), targets, p=out, loss_p=F16, weight=weight, scale=8.0)
+        )
         noisy = cast(x, BF16, rounding="stochastic", key=key)
         return [*(loss.value for loss in losses), noisy, *(loss.recorded for loss in losses)]
 
     xs = [torch.randn(12, 6, generator=g), torch.randn(9, 6, generator=g)]
+
     def both(f):
         a = leaves(xs)
         *ys, r1, r2, r3 = f(*a)
         gs = [torch.ones_like(y) for y in ys]
         return [*(y.detach() for y in (*ys, r1, r2, r3)), *torch.autograd.grad(ys, a, gs)]
+
     for mine, right in zip(both(compiled(f)), both(f), strict=True):
         assert mine.dtype is right.dtype and torch.equal(mine, right)
 
@@ -106,7 +118,9 @@ def test_casts_of_a_compiled_model_are_told_once_at_trace_time():
     closed = step(f, x, w)
     for other in (silent, listened, again, closed):
         assert all(torch.equal(a, b) for a, b in zip(other, right, strict=True))
-    lines = lambda ledger: sorted((r.layer, r.op, r.operand, r.shape, r.src, r.dst, r.direction, r.reason, r.count) for r in ledger.rows())
+    lines = lambda ledger: sorted(
+        (r.layer, r.op, r.operand, r.shape, r.src, r.dst, r.direction, r.reason, r.count) for r in ledger.rows()
+    )
     assert lines(first) == lines(eager) and eager.count > 12
     assert second.count == 0  # nothing was traced again: the code that ran is the code that is there
 
@@ -119,6 +133,7 @@ def test_opening_ledgers_does_not_compile_again_and_again():
     def counting(graph, inputs):
         graphs.append(graph)
         return graph.forward
+
     f = torch.compile(model, fullgraph=True, backend=counting)
     with torch.no_grad():
         for _ in range(20):
@@ -143,7 +158,7 @@ def test_a_listened_model_stays_one_graph_for_many_batch_sizes():
 
 # ---------------------------------------------------------------- the known limit
 def test_the_gradient_of_a_half_leaf_is_rounded_before_it_is_collected_in_f32():
-    """What is traced knows no grad_dtype. A leaf that collects in its own precision, and one that is no leaf, are exact."""
+    """What is traced knows no grad_dtype. A leaf that collects in its own precision, and no leaf at all, are exact."""
     values = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).half()
 
     def f(w):
@@ -152,6 +167,7 @@ def test_the_gradient_of_a_half_leaf_is_rounded_before_it_is_collected_in_f32():
     def gradient(f, w):
         f(w).sum().backward()
         return w.grad
+
     for grad in (F16, F32):
         a, b = (collect_gradient(torch.nn.Parameter(values.clone()), grad) for _ in range(2))
         right, mine = gradient(f, a), gradient(compiled(f), b)

@@ -1,4 +1,5 @@
 """Dropout is a pure function of key and global index: whole batches, their parts, threads, ranks, recomputation."""
+
 import pytest
 import torch
 from f16lab import ops
@@ -58,8 +59,13 @@ def test_the_share_is_the_rate(rate):
     assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / (1 - rate)).item()}
 
 
-STREAMS = {"another layer": dict(name="blocks.1.mlp"), "another step": dict(step=1), "another micro-step": dict(micro=1),
-           "another seed": dict(seed=2), "a far step": dict(step=100_000)}
+STREAMS = {
+    "another layer": dict(name="blocks.1.mlp"),
+    "another step": dict(step=1),
+    "another micro-step": dict(micro=1),
+    "another seed": dict(seed=2),
+    "a far step": dict(step=100_000),
+}
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -99,7 +105,10 @@ def test_the_gradient_passes_where_the_value_does(p, table):
 def test_rate_zero_is_a_cast_and_no_more():
     x = torch.randn(5)
     assert ops.dropout(x, 0.0, p=F32, key=key()) is x
-    assert ops.dropout(x, 0, p=F16, key=key()).dtype is torch.float16 and ops.dropout(x.half(), 0.0, key=key()).dtype is torch.float16
+    assert (
+        ops.dropout(x, 0, p=F16, key=key()).dtype is torch.float16
+        and ops.dropout(x.half(), 0.0, key=key()).dtype is torch.float16
+    )
 
 
 def test_almost_everything_can_be_dropped_and_no_samples_be_given():

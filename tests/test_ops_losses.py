@@ -1,4 +1,5 @@
 """Cross entropy alone and with the head: value, recorded value, gradients, scale, chunks, padding, ignored targets."""
+
 import math
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ def data(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def head(p: Precision, table=None, dtype=None, k: float = 1.0, **options):
-    """(value, recorded, dx, dw) of head_cross_entropy on the data in `p` (or stored in `dtype`), value times k differentiated."""
+    """(value, recorded, dx, dw) of head_cross_entropy on the data in `p` (or `dtype`), value · k differentiated."""
     x, w, targets = data()
     x, w = (convert(a, dtype or p).requires_grad_() for a in (x, w))
     with using_table(table or table_for("cpu")):
@@ -37,7 +38,7 @@ def head(p: Precision, table=None, dtype=None, k: float = 1.0, **options):
 
 
 def exact_head(p: Precision, out: Precision, scale: float = 1.0, k: float = 1.0, classes: int = V):
-    """The definition in f64 with its roundings, by hand: logits to `out`, their gradient to `out`, then to `p`, and so on."""
+    """The definition in f64 with its roundings, by hand: logits to `out`, their gradient to `out`, then to `p`."""
     x, w, targets = data()
     x, w = convert(x, p).double(), convert(w, p).double()
     z = convert(x @ w.t(), out).double()[:, :classes]
@@ -94,8 +95,12 @@ def test_own_gradients_agree_with_finite_differences():
     options = dict(weight=0.2, loss_p=F64)
     with using_table(ALL_BOUNDARY):
         for chunk in (None, 1, 2, 5):
-            assert torch.autograd.gradcheck(lambda x, w: head_cross_entropy(x, w, targets, chunk=chunk, **options).value * 3, (x, w))
-        assert torch.autograd.gradcheck(lambda z: cross_entropy(z, targets, **options).value * 3, (x @ w.t()).detach().requires_grad_())
+            assert torch.autograd.gradcheck(
+                lambda x, w: head_cross_entropy(x, w, targets, chunk=chunk, **options).value * 3, (x, w)
+            )
+        assert torch.autograd.gradcheck(
+            lambda z: cross_entropy(z, targets, **options).value * 3, (x @ w.t()).detach().requires_grad_()
+        )
 
 
 # ---------------------------------------------------------------- half
@@ -111,7 +116,10 @@ def test_cross_entropy_is_the_definition(p, loss_p, table):
     exact = z.detach().double().requires_grad_()
     right = F.cross_entropy(exact, targets, reduction="sum") / N
     (right * 64).backward()
-    assert torch.equal(loss.value, convert(right.detach(), loss_p)) or deviation(loss.value, right.detach()) <= TOLERANCE[F32]
+    assert (
+        torch.equal(loss.value, convert(right.detach(), loss_p))
+        or deviation(loss.value, right.detach()) <= TOLERANCE[F32]
+    )
     assert abs(loss.recorded.item() / right.item() - 1) < 1e-6
     assert z.grad.dtype is p.dtype and deviation(z.grad, convert(exact.grad, p)) <= TOLERANCE[p]
     assert (z.grad != convert(exact.grad, p)).double().mean() <= 0.01
@@ -132,7 +140,7 @@ def test_the_head_is_its_definition_in_any_chunks(p, out, chunk, table):
 
 @pytest.mark.parametrize("p, out", [(F16, F32), (BF16, BF16), (F32, F32)], ids=str)
 def test_chunks_change_the_order_of_one_sum_only(p, out):
-    """dx is row by row the same bits; dw differs by the order of an f32 sum; the recorded loss by nothing that matters."""
+    """dx is row by row the same; dw differs by the order of an f32 sum; the recorded loss by nothing that matters."""
     whole = head(p, out=out, loss_p=F32, scale=1024.0, table=ALL_BOUNDARY)
     for chunk in (1, 3, 8, 39):
         parts = head(p, out=out, loss_p=F32, scale=1024.0, chunk=chunk, table=ALL_BOUNDARY)
@@ -254,8 +262,11 @@ def test_ignored_targets_cost_nothing_and_have_no_gradient(p, table):
     z = convert(x.detach() @ w.detach().t(), p).requires_grad_()
     nothing = torch.full((N,), 9)
     with using_table(table):
-        for loss in (head_cross_entropy(x, w, nothing, p=p, weight=1.0, ignore_index=9, chunk=16), head_cross_entropy(x, w, nothing, p=p, ignore_index=9),
-                     cross_entropy(z, nothing, p=p, ignore_index=9)):
+        for loss in (
+            head_cross_entropy(x, w, nothing, p=p, weight=1.0, ignore_index=9, chunk=16),
+            head_cross_entropy(x, w, nothing, p=p, ignore_index=9),
+            cross_entropy(z, nothing, p=p, ignore_index=9),
+        ):
             loss.value.backward()
             assert loss.value.item() == 0 and loss.recorded.item() == 0
     assert all((leaf.grad == 0).all() for leaf in (x, w, z))
@@ -269,7 +280,11 @@ def test_padded_classes_are_never_read_and_get_no_gradient(p, chunk, table):
     value, recorded, dx, dw = head(p, table, out=F32, loss_p=F32, classes=classes, chunk=chunk)
     right = exact_head(p, F32, classes=classes)
     assert abs(recorded.item() / right[0] - 1) < 1e-6
-    assert deviation(dx, right[1]) <= TOLERANCE[p] and deviation(dw, right[2]) <= TOLERANCE[p] and (dw[classes:] == 0).all()
+    assert (
+        deviation(dx, right[1]) <= TOLERANCE[p]
+        and deviation(dw, right[2]) <= TOLERANCE[p]
+        and (dw[classes:] == 0).all()
+    )
     x, w, targets = data()
     z = convert(x @ w.t(), p)
     z[:, classes:] = float("nan")
@@ -300,7 +315,9 @@ def test_stacked_rows_are_rows():
     assert torch.equal(flat.value, stacked.value) and torch.equal(flat.recorded, stacked.recorded)
     one = cross_entropy(torch.zeros(5), torch.tensor(2), p=F32)
     assert one.recorded.item() == pytest.approx(math.log(5))
-    whole, tokens = (head_cross_entropy(h, w, y, p=F16, out=F32) for h, y in ((x, targets), (x.view(4, 10, C), targets.view(4, 10))))
+    whole, tokens = (
+        head_cross_entropy(h, w, y, p=F16, out=F32) for h, y in ((x, targets), (x.view(4, 10, C), targets.view(4, 10)))
+    )
     assert torch.equal(whole.recorded, tokens.recorded)
 
 
@@ -324,7 +341,9 @@ def test_head_gradients_have_the_precision_of_their_leaves(grad):
     x = x.half().requires_grad_()
     head_cross_entropy(x, w, targets, p=F16, out=F32, weight=1 / N, scale=4.0).value.backward()
     assert w.grad.dtype is grad.dtype and x.grad.dtype is torch.float16
-    assert torch.equal(w.grad.half().to(grad.dtype), w.grad)  # each operator's gradient is rounded once to its precision
+    assert torch.equal(
+        w.grad.half().to(grad.dtype), w.grad
+    )  # each operator's gradient is rounded once to its precision
 
 
 def test_without_p_and_out_the_operands_decide():
@@ -361,15 +380,24 @@ def test_the_f16_accumulator_reaches_all_three_products():
 
 def test_a_second_derivative_is_refused():
     x, w, targets = data()
-    for y, leaf in ((cross_entropy(z := (x @ w.t()).half().requires_grad_(), targets, p=F16).value, z),
-                    (head_cross_entropy(h := x.half().requires_grad_(), w.half(), targets, p=F16).value, h)):
+    for y, leaf in (
+        (cross_entropy(z := (x @ w.t()).half().requires_grad_(), targets, p=F16).value, z),
+        (head_cross_entropy(h := x.half().requires_grad_(), w.half(), targets, p=F16).value, h),
+    ):
         with pytest.raises(NotImplementedError, match="create_graph"):
             torch.autograd.grad(y, leaf, create_graph=True)
 
 
-@pytest.mark.parametrize("options, words", [
-    (dict(targets=torch.zeros(3, dtype=torch.int64)), "need targets"), (dict(classes=V + 1), "classes=34"), (dict(classes=0), "classes=0"),
-    (dict(chunk=0), "chunk=0"), (dict(chunk=-3), "chunk=-3")])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(targets=torch.zeros(3, dtype=torch.int64)), "need targets"),
+        (dict(classes=V + 1), "classes=34"),
+        (dict(classes=0), "classes=0"),
+        (dict(chunk=0), "chunk=0"),
+        (dict(chunk=-3), "chunk=-3"),
+    ],
+)
 def test_bad_requests_are_named(options, words):
     x, w, targets = data()
     request = {"targets": targets, "p": F16, **options}

@@ -1,4 +1,5 @@
-"""Every operator: torch's own in f32, one rounding in half, the same meaning on every path, forward and backward apart."""
+"""Every operator, forward and backward: torch's own in f32, one rounding in half, the same meaning on every path."""
+
 import op_cases as t
 import pytest
 import torch
@@ -10,9 +11,19 @@ from f16lab.precision import BF16, E5M2, F16, F32, F64, Precision, convert
 
 open_device("cpu")
 HALVES = (F16, BF16)
-OTHER_TESTS = {"cross_entropy", "head_cross_entropy", "Loss",            # test_ops_losses.py
-               "blocksum", "block_sums", "to_numpy", "rope_table",       # test_ops_rows.py
-               "add_", "scale_", "TOLERANCE", "deviation"}               # below
+OTHER_TESTS = {
+    "cross_entropy",
+    "head_cross_entropy",
+    "Loss",  # test_ops_losses.py
+    "blocksum",
+    "block_sums",
+    "to_numpy",
+    "rope_table",  # test_ops_rows.py
+    "add_",
+    "scale_",
+    "TOLERANCE",
+    "deviation",
+}  # below
 each_case = pytest.mark.parametrize("case", t.ALL, ids=lambda case: case.id or case.name)
 each_half = pytest.mark.parametrize("p", HALVES, ids=str)
 
@@ -46,7 +57,9 @@ def test_f32_is_torch_byte_for_byte(case):
     if case.id in t.FORMULA or case.name in t.FORMULA:
         pytest.skip("torch has no such operator; its value is compared in f64")
     for xs in variants(case):
-        (y, grads), (right, right_grads) = (t.with_gradients(f, xs) for f in (lambda *x: case.call(*x, p=F32), case.plain))
+        (y, grads), (right, right_grads) = (
+            t.with_gradients(f, xs) for f in (lambda *x: case.call(*x, p=F32), case.plain)
+        )
         assert torch.equal(y, right) and y.dtype is torch.float32
         assert all(torch.equal(a, b) for a, b in zip(grads, right_grads, strict=True))
 
@@ -154,7 +167,8 @@ def test_linear_has_a_second_slot_for_its_output(out, table):
     with using_table(table or table_for("cpu")):
         y, (gx, gw) = t.with_gradients(lambda x, w: ops.linear(x, w, p=F16, out=out), [x, w])
     right, right_grads = t.with_gradients(
-        lambda x, w: t.defined(lambda a, b: a @ b.t(), F16, x, w, out=out), [x.double(), w.double()])
+        lambda x, w: t.defined(lambda a, b: a @ b.t(), F16, x, w, out=out), [x.double(), w.double()]
+    )
     assert y.dtype is out.dtype and gx.dtype is gw.dtype is torch.float16
     assert deviation(y, right) <= max(TOLERANCE[F32], TOLERANCE[out])
     for a, b in zip((gx, gw), right_grads):
@@ -220,7 +234,7 @@ def test_a_second_derivative_is_refused():
         with pytest.raises(NotImplementedError, match="create_graph"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
     f32 = torch.ones(3, requires_grad=True)  # in f32 it is torch's operator, twice differentiable too
-    slope, = torch.autograd.grad(ops.mul(f32, f32, p=F32).sum(), f32, create_graph=True)
+    (slope,) = torch.autograd.grad(ops.mul(f32, f32, p=F32).sum(), f32, create_graph=True)
     slope.sum().backward()
     assert (f32.grad == 2).all()
 
@@ -284,15 +298,23 @@ def test_native_paths_are_used_where_the_table_says_so():
     with using_table(ALL_BOUNDARY), Ledger() as ledger:
         ops.gelu(x, p=F16).sum().backward()
     assert [(r.operand, r.src, r.dst, r.direction) for r in ledger.rows()] == [
-        ("x", "f16", "f32", "forward"), ("output", "f32", "f16", "forward"), ("grad", "f16", "f32", "backward"),
-        ("x", "f16", "f32", "backward"), ("x", "f32", "f16", "backward")]
+        ("x", "f16", "f32", "forward"),
+        ("output", "f32", "f16", "forward"),
+        ("grad", "f16", "f32", "backward"),
+        ("x", "f16", "f32", "backward"),
+        ("x", "f32", "f16", "backward"),
+    ]
 
 
 # ---------------------------------------------------------------- data movement, in place
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn), ids=str)
+@pytest.mark.parametrize(
+    "dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn), ids=str
+)
 @pytest.mark.parametrize("name", t.MOVES)
 def test_moving_data_converts_nothing(name, dtype):
-    x = torch.tensor([[1.5, float("nan"), -0.0], [float("-inf"), 3.0, 2.0**-9], [7.0, 8.0, 9.0], [0.0, 1.0, 2.0]]).to(dtype)
+    x = torch.tensor([[1.5, float("nan"), -0.0], [float("-inf"), 3.0, 2.0**-9], [7.0, 8.0, 9.0], [0.0, 1.0, 2.0]]).to(
+        dtype
+    )
     with assert_no_casts():
         y = t.MOVES[name](x)
     assert y.dtype is dtype

@@ -1,4 +1,5 @@
 """Rows: sums that overflow elsewhere, masks, norms, tables; blocksum; what moves data and what refuses to."""
+
 import math
 
 import numpy as np
@@ -35,7 +36,10 @@ def test_sums_and_means_overflow_only_if_the_result_does(p, table, threads):
         long = torch.tensor([32000.0] * 100_000 + [-32000.0] * 100_000).to(p.dtype)
         assert ops.total(long, p=p).item() == 0 and ops.mean(long, p=p).item() == 0
         assert ops.row_sum(long[None], p=p).item() == 0 and ops.col_sum(long[:, None], p=p).item() == 0
-        assert ops.mean(torch.full((9,), 60000.0, dtype=p.dtype), p=p).item() == torch.tensor(60000.0, dtype=p.dtype).item()
+        assert (
+            ops.mean(torch.full((9,), 60000.0, dtype=p.dtype), p=p).item()
+            == torch.tensor(60000.0, dtype=p.dtype).item()
+        )
         assert (ops.total(torch.full((3,), 60000.0, dtype=p.dtype), p=p).isinf().item()) == (p is F16)
         ones = torch.ones(4096, 3, dtype=p.dtype)
         assert (ops.col_sum(ones, p=p) == 4096).all() and (ops.row_sum(ones.t(), p=p) == 4096).all()
@@ -45,7 +49,11 @@ def test_sums_and_means_overflow_only_if_the_result_does(p, table, threads):
 @HALVES
 def test_a_long_sum_is_rounded_once_whatever_the_threads(p, threads):
     x = convert(torch.randn(300_001, generator=torch.Generator().manual_seed(2)) * 3, p)
-    for f, exact in ((ops.total, x.double().sum()), (ops.mean, x.double().mean()), (lambda x, p: ops.row_sum(x[None], p=p)[0], x.double().sum())):
+    for f, exact in (
+        (ops.total, x.double().sum()),
+        (ops.mean, x.double().mean()),
+        (lambda x, p: ops.row_sum(x[None], p=p)[0], x.double().sum()),
+    ):
         assert torch.equal(f(x, p=p), convert(exact, p))
 
 
@@ -53,7 +61,11 @@ def test_a_long_sum_is_rounded_once_whatever_the_threads(p, threads):
 def test_a_bias_gradient_of_one_output_is_rounded_once_whatever_the_threads(p, threads):
     """One output: its sum over 100 000 rows is the one that torch shares between threads."""
     g = convert(torch.randn(100_000, 1, generator=torch.Generator().manual_seed(2)) * 3, p)
-    x, w, b = torch.ones(100_000, 1, dtype=p.dtype), torch.ones(1, 1, dtype=p.dtype), torch.zeros(1, dtype=p.dtype, requires_grad=True)
+    x, w, b = (
+        torch.ones(100_000, 1, dtype=p.dtype),
+        torch.ones(1, 1, dtype=p.dtype),
+        torch.zeros(1, dtype=p.dtype, requires_grad=True),
+    )
     ops.linear(x, w, b, p=p).backward(g)
     assert torch.equal(b.grad[0], convert(g.double().sum(), p))
 
@@ -101,7 +113,9 @@ def test_scores_at_the_end_of_the_range_are_no_mask(p):
     assert torch.tensor(-15.9).half() + torch.tensor(-65504.0).half() == -65504
     assert (lowest + lowest).isinf()
     x = torch.full((1, 3), -p.max, dtype=p.dtype)
-    assert torch.equal(ops.softmax(x, p=p, mask=torch.tensor([[True, False, False]])), torch.tensor([[1.0, 0, 0]]).to(p.dtype))
+    assert torch.equal(
+        ops.softmax(x, p=p, mask=torch.tensor([[True, False, False]])), torch.tensor([[1.0, 0, 0]]).to(p.dtype)
+    )
     third = ops.softmax(x, p=p)
     assert torch.equal(third, torch.full((1, 3), 1 / 3).to(p.dtype))
 
@@ -115,10 +129,14 @@ def test_more_rows_than_columns_and_an_all_false_mask():
     assert ops.softmax(torch.zeros(3, 0).half(), p=F16).shape == (3, 0)
 
 
-@pytest.mark.parametrize("mask", (torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.uint8), torch.full((3, 3), -math.inf)))
+@pytest.mark.parametrize(
+    "mask", (torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.uint8), torch.full((3, 3), -math.inf))
+)
 def test_a_mask_of_numbers_is_refused(mask):
-    for call in (lambda: ops.softmax(torch.zeros(3, 3), p=F32, mask=mask),
-                 lambda: ops.attention(*[torch.zeros(1, 1, 3, 4)] * 3, p=F32, stable=F32, mask=mask)):
+    for call in (
+        lambda: ops.softmax(torch.zeros(3, 3), p=F32, mask=mask),
+        lambda: ops.attention(*[torch.zeros(1, 1, 3, 4)] * 3, p=F32, stable=F32, mask=mask),
+    ):
         with pytest.raises(ValueError, match="bool tensor, True = visible"):
             call()
 
@@ -127,7 +145,9 @@ def test_a_mask_of_numbers_is_refused(mask):
 @pytest.mark.parametrize("p, stable", [(F16, F32), (F16, F16), (BF16, F32), (BF16, BF16), (F32, F32)], ids=str)
 def test_attention_with_padding(p, stable, table):
     """Against f64 with a rounding where each of the three operators has one; blind rows are 0 with 0 gradients."""
-    q, k, v = (convert(x, p) for x in (torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(s)) for s in range(3)))
+    q, k, v = (
+        convert(x, p) for x in (torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    )
     mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     mask[1, ..., :2] = False
     with using_table(table):
@@ -152,7 +172,9 @@ def test_norms_at_the_ends_of_the_range(p, table):
     with using_table(table):
         assert (ops.layer_norm(torch.zeros(2, 64).to(p.dtype), p=p, eps=1e-12) == 0).all()
         bias = torch.randn(64).to(p.dtype)
-        assert torch.equal(ops.layer_norm(torch.zeros(2, 64).to(p.dtype), torch.ones(64).to(p.dtype), bias, p=p, eps=1e-12)[1], bias)
+        assert torch.equal(
+            ops.layer_norm(torch.zeros(2, 64).to(p.dtype), torch.ones(64).to(p.dtype), bias, p=p, eps=1e-12)[1], bias
+        )
         assert (ops.layer_norm(torch.full((1, 64), 300.0).to(p.dtype), p=p, eps=1e-12) == 0).all()
         assert (ops.rms_norm(torch.full((1, 64), 300.0).to(p.dtype), p=p) == 1).all()
         pair = torch.tensor([[1e4, -1e4] * 32]).to(p.dtype)
@@ -175,7 +197,8 @@ def test_the_statistics_of_a_norm_are_f32_also_in_its_gradient(p):
 @HALVES
 def test_the_gradient_of_4096_ones_is_4096(p, grad, table):
     table_parameter = torch.nn.Parameter(torch.zeros(5, 2, dtype=p.dtype))
-    if grad: collect_gradient(table_parameter, grad)
+    if grad:
+        collect_gradient(table_parameter, grad)
     with using_table(table):
         ops.gather_rows(table_parameter, torch.zeros(4096, dtype=torch.int64), p=p).sum().backward()
     assert (table_parameter.grad[0] == 4096).all() and (table_parameter.grad[1:] == 0).all()
@@ -186,7 +209,10 @@ def test_the_gradient_of_4096_ones_is_4096(p, grad, table):
 def test_a_table_in_one_precision_read_in_another(storage, p):
     """Rows are cast, never the table; the gradient is a sum of the rows' gradients, rounded once to the table's."""
     values = convert(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), storage)
-    leaf, ids = values.clone().requires_grad_(), torch.randint(0, 7, (3, 40), generator=torch.Generator().manual_seed(1))
+    leaf, ids = (
+        values.clone().requires_grad_(),
+        torch.randint(0, 7, (3, 40), generator=torch.Generator().manual_seed(1)),
+    )
     with Ledger() as ledger:
         rows = ops.gather_rows(leaf, ids, p=p)
         g = convert(torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(2)), p)
@@ -231,7 +257,12 @@ def test_the_native_table_gradient_is_used_where_the_device_adds_in_f32(p):
 @HALVES
 def test_scatter_adds_in_f32_and_rounds_once(p, table):
     with using_table(table):
-        hits = ops.scatter_add_rows(torch.zeros(2, 1, dtype=p.dtype), torch.zeros(4096, dtype=torch.int64), torch.ones(4096, 1, dtype=p.dtype), p=p)
+        hits = ops.scatter_add_rows(
+            torch.zeros(2, 1, dtype=p.dtype),
+            torch.zeros(4096, dtype=torch.int64),
+            torch.ones(4096, 1, dtype=p.dtype),
+            p=p,
+        )
     assert hits.flatten().tolist() == [4096.0, 0.0]
 
 
@@ -253,7 +284,7 @@ def test_blocksum_is_the_sum(n, p):
     sums = ops.block_sums(x)
     assert sums.shape == (-(-n // 1024),)
     for k in range(0, len(sums), 37):
-        block = x.double()[1024 * k:1024 * (k + 1)]
+        block = x.double()[1024 * k : 1024 * (k + 1)]
         assert abs(sums[k].item() - math.fsum(block.tolist())) <= 1e-15 * math.fsum(block.abs().tolist())
 
 
@@ -289,9 +320,16 @@ def test_inserting_rows_of_another_precision_is_refused(other):
         ops.insert_rows(x, 0, torch.ones(2, 2, dtype=other.dtype))
 
 
-@pytest.mark.parametrize("call", [
-    lambda x: ops.insert_rows(x, 3, x[:2]), lambda x: ops.insert_rows(x, -1, x[:2]), lambda x: ops.slice_rows(x, 2, 9),
-    lambda x: ops.slice_rows(x, -1, 2), lambda x: ops.slice_rows(x, 3, 2)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ops.insert_rows(x, 3, x[:2]),
+        lambda x: ops.insert_rows(x, -1, x[:2]),
+        lambda x: ops.slice_rows(x, 2, 9),
+        lambda x: ops.slice_rows(x, -1, 2),
+        lambda x: ops.slice_rows(x, 3, 2),
+    ],
+)
 def test_rows_outside_are_refused(call):
     with pytest.raises(ValueError, match="rows"):
         call(torch.zeros(4, 2))

@@ -424,6 +424,21 @@ def test_scale_follows_the_gradients_and_is_per_tensor():
     assert saturated == 0
 
 
+def test_scale_rises_again_when_gradients_shrink():
+    """After a loud start, v' of quiet elements lies among the subnormals, where it would stall without ever reaching zero."""
+    optimizer = build(F32_PROFILE.with_(optimizer=F16), {"w": torch.zeros(1024)})
+    scales = []
+    for step in range(160):
+        gen, loud = torch.Generator().manual_seed(step), step < 10
+        optimizer.params["w"].grad.copy_(torch.randn(1024, generator=gen) * (3.0 if loud else 1e-5))
+        optimizer.step(1e-3, step)
+        scales.append(optimizer.buffers[0].S.item())
+    assert min(scales) == 64 and scales[-1] >= 1024
+    group = optimizer.buffers[0]
+    v = group.v[0].double() / group.S.item() ** 2
+    assert 0.3e-10 < v.median().item() < 2e-10  # of gradients of 1e-5, not the floor of S = 64
+
+
 def test_moments_are_scaled_and_rescaled_exactly():
     """m' = S·m and v' = S²·v, with one rounding to f16 per step whatever happens to S."""
     optimizer = build(F32_PROFILE.with_(optimizer=F16), {"w": torch.zeros(1024)})

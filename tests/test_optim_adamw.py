@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from f16lab.adamw import (METERS, S_MAX, S_MIN, AdamWConfig, adamw_change, adamw_update, bias_corrections, meter_update,
+from f16lab.adamw import (METERS, S_MAX, S_MIN, AdamWConfig, adamw_change, adamw_update, bias_corrections, count_low, meter_update,
                           next_scale, nonzero, square_root_, store, store_moment, tensor_stats, write_kahan, write_master, write_plain)
 from f16lab.cast import Ledger, cast
 from f16lab.grads import FlatLayout
@@ -147,13 +147,19 @@ def test_next_scale_over_the_whole_range():
             assert S_MIN <= new <= S_MAX and math.log2(new).is_integer()
             after = top * (new / S) ** 2
             if top > 2.0**14: assert (after <= 2.0**14 or new == S_MIN) and new <= S
-            elif share and top <= 2.0**12: assert new == min(S_MAX, 2 * S) and after <= 2.0**14
+            elif share and top <= 2.0**8: assert new == min(S_MAX, 2 * S) and after <= 2.0**10
             else: assert new == S
 
 
 def test_next_scale_is_per_tensor_and_quiet_on_zeros():
     S = next_scale(torch.tensor([1024.0, 1024.0, 1024.0]), torch.tensor([2.0**16, 0.0, 100.0]), torch.tensor([0, 0, 1]), torch.tensor([9, 0, 1000]))
     assert S.tolist() == [512, 1024, 1024]
+
+
+def test_low_second_moments_are_counted_below_the_smallest_normal_number():
+    below = torch.nextafter(torch.tensor(2.0**-14), torch.tensor(0.0)).item()
+    v = torch.tensor([[0.0, 1e-40, 2.0**-25, below, 2.0**-14, 1.0, 7e4]])
+    assert count_low(v).tolist() == [3]
 
 
 def test_flushed_and_saturated_are_counted():
