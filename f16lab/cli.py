@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 import click
 
 from . import __version__
-from .console import Meter, PartedCommand, RunFailed, Setting, facts, open_console, print_table, sentence, si, table
+from .console import (Meter, PartedCommand, RunFailed, Setting, facts, open_console, print_table, sentence, si,
+                            table)
 
 # %% ../nbs/21_cli.ipynb #9f0a70ba
 def exit_code(error: BaseException) -> int:
@@ -40,7 +41,8 @@ def explained(error: BaseException) -> str:
     """One line for the user: what was given, what is allowed, what to do."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)): return "interrupted"
     if isinstance(error, click.UsageError):
-        return f"{' '.join(error.format_message().split())} (see: {error.ctx.command_path if error.ctx else 'f16lab'} --help)"
+        said, where = " ".join(error.format_message().split()), error.ctx.command_path if error.ctx else "f16lab"
+        return f"{said} (see: {where} --help)"
     if isinstance(error, click.ClickException): return error.format_message()
     known = exit_code(error) == 2 or isinstance(error, (RunFailed, OSError))
     return sentence(error) if known else f"{type(error).__name__}: {sentence(error)} (--debug shows where)"
@@ -81,7 +83,7 @@ class Commands(click.Group):
 def told_warnings() -> Iterator[None]:
     """While open, a Python warning is one line on standard error."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *where, **more: click.echo(f"warning: {sentence(Warning(message))}", err=True)
+        warnings.showwarning = lambda text, *where, **more: click.echo(f"warning: {sentence(Warning(text))}", err=True)
         yield
 
 def run_command(run: Callable[..., Any], args: list[str] | None) -> int:
@@ -121,15 +123,18 @@ def every_option() -> Setting:
 def train_command() -> click.Command:
     """f16lab train."""
     from f16lab.options import profile_options, setting_options, slot_options
-    output = [out_option("folder of this run  [default: data/runs/TIME-PROFILE, or runs/… where there is no folder data]"),
-              Setting("--print-config", is_flag=True, part="Output", help="print the recipe as TOML and end"), every_option()]
+    output = [out_option("folder of this run  [default: data/runs/TIME-PROFILE, or runs/… without a folder data]"),
+              Setting("--print-config", is_flag=True, part="Output", help="print the recipe as TOML and end"),
+              every_option()]
     return PartedCommand("train", callback=train, help=TRAIN_HELP, examples=TRAIN_EXAMPLES, params=[
-        click.Argument(["recipe"], required=False), *profile_options(), *setting_options(), *output, *slot_options(), debug_option()])
+        click.Argument(["recipe"], required=False), *profile_options(), *setting_options(), *output, *slot_options(),
+        debug_option()])
 
 TRAIN_HELP = """Train a model in one precision profile.
 
-RECIPE is a TOML file, such as --print-config prints. Options override it, one setting each; what is neither in the recipe nor given
-has the default shown here. The run folder gets recipe.toml and run.sqlite, the run log, which can be read while the run goes on.
+RECIPE is a TOML file, such as --print-config prints. Options override it, one setting each; what is neither in the
+recipe nor given has the default shown here. The run folder gets recipe.toml and run.sqlite, the run log, which can be
+read while the run goes on.
 Ctrl-C stops after the step in hand; a second one stops at once."""
 
 TRAIN_EXAMPLES = """
@@ -153,7 +158,8 @@ def compare_command() -> click.Command:
     """f16lab compare."""
     from f16lab.options import setting_options
     who = [Setting("--profiles", metavar="A,B,…", default=None, part="Who takes part",
-                   help="names of presets, and torch_amp (autocast + GradScaler); the first is the reference  [default: f32,f16,bf16]"),
+                   help="names of presets, and torch_amp (autocast + GradScaler); the first is the reference  "
+                        "[default: f32,f16,bf16]"),
            Setting("--profile", "profile", metavar="TEXT", multiple=True, part="Who takes part",
                    help="one more, as text or as NAME:TEXT; may be given several times"),
            bands_option(0)]
@@ -163,8 +169,8 @@ def compare_command() -> click.Command:
 
 COMPARE_HELP = """Train several precision profiles side by side.
 
-All start from the same weights, see the same batches and take each step together, in one process. The folder gets one run log for
-each, comparison.json, and report.html. RECIPE is as for `f16lab train`; its profile is not used."""
+All start from the same weights, see the same batches and take each step together, in one process. The folder gets one
+run log for each, comparison.json, and report.html. RECIPE is as for `f16lab train`; its profile is not used."""
 
 COMPARE_EXAMPLES = """
 f16lab compare --profiles f32,f16,bf16,torch_amp --steps 200
@@ -172,7 +178,8 @@ f16lab compare --profiles f32,bf16 --profile kahan:bf16,master=none,rounding=kah
 f16lab compare recipe.toml --profiles f32,all_f16 --model d4 --out data/runs/d4
 """
 
-def compare(recipe: str | None, profiles: str | None, profile: tuple[str, ...], bands: int, out: str | None, every: int, **given: Any) -> int:
+def compare(recipe: str | None, profiles: str | None, profile: tuple[str, ...], bands: int, out: str | None, every: int,
+            **given: Any) -> int:
     """A comparison of profiles on the run that recipe and options describe."""
     from f16lab.options import configured
     names = ("f32,f16,bf16" if not profile else "f32") if profiles is None else profiles
@@ -192,27 +199,31 @@ def demo_command() -> click.Command:
                    help=f"names of presets, and torch_amp  [default: {DEMO_PROFILES}]"), bands_option(1)]
     run = [Setting("--steps", metavar="N", type=click.INT, default=DEMO_STEPS, part="Run",
                    help=f"optimizer steps  [default: {DEMO_STEPS}]"),
-           Setting("--device", metavar="TEXT", default="auto", part="Run", help="cpu, cuda, cuda:N or auto  [default: auto]")]
+           Setting("--device", metavar="TEXT", default="auto", part="Run",
+                   help="cpu, cuda, cuda:N or auto  [default: auto]")]
     output = [out_option("folder of the comparison  [default: data/runs/TIME-demo, or runs/…]"), every_option()]
-    return PartedCommand("demo", callback=demo, help=DEMO_HELP, examples=DEMO_EXAMPLES, params=[*who, *run, *output, debug_option()])
+    return PartedCommand("demo", callback=demo, help=DEMO_HELP, examples=DEMO_EXAMPLES,
+                         params=[*who, *run, *output, debug_option()])
 
 DEMO_EXAMPLES = """
 f16lab demo
 f16lab demo --device cuda --steps 300
 """
 
-DEMO_PROFILES, DEMO_STEPS = "f32,f16,bf16,all_f16,torch_amp", 50
+DEMO_PROFILES, DEMO_STEPS = "f32,f16,bf16,all_f16,torch_amp", 40
 
 DEMO_HELP = """Train a small GPT in several precisions side by side, and write a report.
 
-The model has 4 layers, 4 heads and 128 channels; it reads 8 sequences of 128 bytes a step from the source text of Python's standard
-library. On two CPU cores it takes two or three minutes. The last lines say where report.html is; nothing is opened."""
+The model has 4 layers, 4 heads and 128 channels; it reads 8 sequences of 128 bytes a step from the source text of
+Python's standard library. On two CPU cores it takes two or three minutes. The last line says where report.html is;
+nothing is opened."""
 
 def demo(profiles: str, steps: int, bands: int, device: str, out: str | None, every: int) -> int:
     """A comparison with everything chosen."""
     from f16lab.config import TrainConfig
     config = TrainConfig().with_(layers=4, heads=4, channels=128, context=128, batch=8, steps=steps, device=device,
-                                 eval_every=max(1, steps // 2), eval_batches=4, meters_every=max(1, min(10, steps // 5)))
+                                 schedule="cosine", warmup=steps // 2, eval_every=max(1, steps // 2), eval_batches=4,
+                                 meters_every=max(1, min(10, steps // 5)))
     return contest(config, profiles, (), out, bands, every, "demo")
 
 # %% ../nbs/21_cli.ipynb #07b60560
@@ -220,17 +231,20 @@ def data_command() -> click.Command:
     """f16lab data."""
     return PartedCommand("data", callback=data, help=DATA_HELP, examples=DATA_EXAMPLES, params=[
         click.Argument(["source"], required=False), click.Argument(["out"], required=False),
-        Setting("--tokenizer", metavar="TEXT", default="byte", part="Making", help="byte, bpe or tiktoken:NAME  [default: byte]"),
+        Setting("--tokenizer", metavar="TEXT", default="byte", part="Making",
+                help="byte, bpe or tiktoken:NAME  [default: byte]"),
         Setting("--vocab-size", metavar="N", type=click.INT, default=None, part="Making",
                 help="ids of a bpe  [default: 4096]; with --check: ids that are allowed"),
-        Setting("--limit", metavar="N", type=click.INT, default=None, part="Making", help="bytes of text at most  [default: all]"),
-        Setting("--check", metavar="PATH", default=None, part="Checking", help="check a prepared folder, a shard or a pattern instead"),
+        Setting("--limit", metavar="N", type=click.INT, default=None, part="Making",
+                help="bytes of text at most  [default: all]"),
+        Setting("--check", metavar="PATH", default=None, part="Checking",
+                help="check a prepared folder, a shard or a pattern instead"),
         debug_option()])
 
 DATA_HELP = """Turn text into token shards, or check shards.
 
-SOURCE is a text file, a folder of them, or builtin (the source text of Python's standard library). OUT is a folder; it changes only
-when all is made. Use it with `f16lab train --data OUT`. Shards have the layout that llm.c reads."""
+SOURCE is a text file, a folder of them, or builtin (the source text of Python's standard library). OUT is a folder; it
+changes only when all is made. Use it with `f16lab train --data OUT`. Shards have the layout that llm.c reads."""
 
 DATA_EXAMPLES = """
 f16lab data builtin data/stdlib
@@ -239,14 +253,17 @@ f16lab data --check data/mine
 f16lab data --check 'shards/*.bin' --vocab-size 50257
 """
 
-def data(source: str | None, out: str | None, tokenizer: str, vocab_size: int | None, limit: int | None, check: str | None) -> int:
+def data(source: str | None, out: str | None, tokenizer: str, vocab_size: int | None, limit: int | None,
+         check: str | None) -> int:
     """Make or check shards."""
     if check is not None: return check_data(check, vocab_size, source)
-    if source is None or out is None: raise click.UsageError("give SOURCE and OUT, or --check PATH", click.get_current_context())
+    if source is None or out is None:
+        raise click.UsageError("give SOURCE and OUT, or --check PATH", click.get_current_context())
     from f16lab.corpus import prepare
     console = open_console()
     with Meter(console, "encoding") as meter: made = prepare(source, out, tokenizer, vocab_size, limit, progress=meter)
-    rows = [(side, f"{si(part['tokens'])} tokens in {len(part['shards'])} shards") for side, part in made.meta["splits"].items()]
+    rows = [(side, f"{si(part['tokens'])} tokens in {len(part['shards'])} shards")
+            for side, part in made.meta["splits"].items()]
     print_table(console, facts([("folder", str(made.folder)), *rows, ("vocabulary", str(made.meta["vocab_size"])),
                          ("use", f"f16lab train --data {made.folder}")]))
     return 0
@@ -258,17 +275,19 @@ def check_data(path: str, vocab_size: int | None, source: str | None) -> int:
     from f16lab.data import check_shards
     if (Path(path) / META).is_file():
         digests = {side: open_prepared(path).data(side).sha256 for side in ("train", "val")}
-    elif vocab_size is None: raise ValueError("--check of shards needs --vocab-size N, the number of ids of their tokenizer")
+    elif vocab_size is None:
+        raise ValueError("--check of shards needs --vocab-size N, the number of ids of their tokenizer")
     else: digests = {path: check_shards(path, vocab_size)}
-    print_table(open_console(), facts([(side, f"every id is good; SHA-256 {digest}") for side, digest in digests.items()]))
+    rows = [(side, f"every id is good; SHA-256 {digest}") for side, digest in digests.items()]
+    print_table(open_console(), facts(rows))
     return 0
 
 # %% ../nbs/21_cli.ipynb #e675cfb5
 def doctor_command() -> click.Command:
     """f16lab doctor."""
     return PartedCommand("doctor", callback=doctor, params=[
-        Setting("--json", "as_json", is_flag=True, part="Output", help="print JSON: a list of subject, status, text"), debug_option()],
-        help="Say what this machine can do: versions, threads, GPU, and by which path each operator goes.")
+        Setting("--json", "as_json", is_flag=True, part="Output", help="print JSON: a list of subject, status, text"),
+        debug_option()], help="Say what this machine can do: versions, threads, GPU, and by which path each operator goes.")
 
 def doctor(as_json: bool) -> int:
     """Findings about this machine."""
@@ -276,8 +295,9 @@ def doctor(as_json: bool) -> int:
 
     from f16lab.device import doctor as examine
     found = examine()
+    rows = ((f.subject, f.status, f.text) for f in found)
     if as_json: click.echo(json.dumps([asdict(f) for f in found], indent=1, ensure_ascii=False))
-    else: print_table(open_console(), table("", ("subject", "status", "finding"), ((f.subject, f.status, f.text) for f in found), left=3))
+    else: print_table(open_console(), table("", ("subject", "status", "finding"), rows, left=3))
     return 0
 
 def report_command() -> click.Command:

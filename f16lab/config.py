@@ -162,6 +162,8 @@ class RunSettings:
         require_word(self.compile, "compile", COMPILERS)
 
 # %% ../nbs/13a_config.ipynb #572da158
+SECTIONS = {"model": ModelSettings, "data": DataSettings, "optimizer": OptimizerSettings, "run": RunSettings}
+
 @dataclass(frozen=True)
 class TrainConfig:
     """A whole run. `profile`: a PrecisionProfile, its text, or a preset name."""
@@ -173,6 +175,10 @@ class TrainConfig:
     run: RunSettings = RunSettings()
 
     def __post_init__(self):
+        require(isinstance(self.profile, (str, PrecisionProfile)), "profile", self.profile,
+                "give a preset, the text of a profile, or a table [profile]")
+        for name, kind in SECTIONS.items():
+            require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"it must be {kind.__name__}")
         object.__setattr__(self, "profile", PrecisionProfile.parse(self.profile))
 
     def with_(self, **changes: Any) -> "TrainConfig":
@@ -180,8 +186,6 @@ class TrainConfig:
         return with_settings(self, changes)
 
 # %% ../nbs/13a_config.ipynb #047c192e
-SECTIONS = {"model": ModelSettings, "data": DataSettings, "optimizer": OptimizerSettings, "run": RunSettings}
-
 def settings_of(config: type = TrainConfig) -> Iterator[tuple[str, str, dataclasses.Field]]:
     """(option, section, field) of every setting; names are unique, a section's first one is the section's own name."""
     yield "profile", "", config.__dataclass_fields__["profile"]
@@ -230,8 +234,7 @@ def from_dict(table: Mapping[str, Any]) -> TrainConfig:
     for key in table:
         require(key in allowed, "section", key, f"a recipe has {', '.join(allowed)}.{suggest(key, allowed)}")
     profile = table.get("profile", "f32")
-    require(isinstance(profile, (str, Mapping)), "profile", profile, "give a preset, the text of a profile, or a table [profile]")
-    profile = PrecisionProfile.from_dict(profile) if isinstance(profile, Mapping) else PrecisionProfile.parse(profile)
+    profile = PrecisionProfile.from_dict(profile) if isinstance(profile, Mapping) else profile
     return TrainConfig(profile, **{name: _section(kind, table.get(name, {}), name) for name, kind in SECTIONS.items()})
 
 # %% ../nbs/13a_config.ipynb #d12f4e65

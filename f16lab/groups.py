@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .adamw import (METERS, S_START, AdamWConfig, adamw_change, bias_corrections, count, load, meter_moment,
-                          meter_update, next_scale, nonzero, store, store_moment, write_kahan, write_master,
-                          write_plain)
+from .adamw import (METERS, S_START, AdamWConfig, adamw_change, bias_corrections, count, count_low, load,
+                          meter_moment, meter_update, next_scale, nonzero, store, store_moment, write_kahan,
+                          write_master, write_plain)
 from .grads import BLOCK, FlatLayout, Gather, GradBuffer, f32
 from .precision import BF16, F16, F32, F64, Precision, promote
 from .profile import PrecisionProfile, static_scale, storage_of
@@ -118,7 +118,7 @@ class Group(ParameterBuffers):
         self.S = None if scale is None else torch.full((n,), scale, device=self.device)  # of m and v as stored
         self.S_next = self.S
         auto = slots.state_scale == "auto"
-        self.looks = torch.zeros(len(self.m), 3, device=self.device) if auto else None  # largest v', flushed, live
+        self.looks = torch.zeros(len(self.m), 3, device=self.device) if auto else None  # largest v', low, live
         self.meters = torch.zeros(len(self.m), len(METERS), dtype=torch.float64, device=self.device)
 
 
@@ -211,12 +211,11 @@ def read_moment(group: Group, name: str, rows: slice, ratio: Tensor | None) -> T
 
 def keep_moment(group: Group, name: str, rows: slice, x: Tensor, noise: Tensor | None, meters: Tensor | None) -> Tensor:
     """Writes m or v of some own blocks back; returns it as stored."""
-    if name == "v" and group.looks is not None: group.looks[rows, 0] = x.amax(1)  # before it is clamped
+    if name == "v" and group.looks is not None:
+        group.looks[rows, 0] = x.amax(1)  # before it is clamped
+        group.looks[rows, 1], group.looks[rows, 2] = count_low(x), count(nonzero(x))
     stored = store_moment(x, group.slots.optimizer, group.label, name, noise, meters)
     if stored is not x: getattr(group, name)[rows] = stored
-    if name == "v" and group.looks is not None:
-        group.looks[rows, 2] = live = count(nonzero(x))
-        group.looks[rows, 1] = live - count(nonzero(stored))
     return stored
 
 
@@ -226,8 +225,8 @@ def choose_scale(group: Group, gather: Gather) -> None:
     group.S = group.S_next
     if group.looks is None: return
     looks = gather(group.looks)
-    flushed, live = group.layout.collect(looks[:, 1:]).unbind(1)
-    group.S_next = next_scale(group.S, group.layout.collect_max(looks[:, 0].contiguous()), flushed, live)
+    low, live = group.layout.collect(looks[:, 1:]).unbind(1)
+    group.S_next = next_scale(group.S, group.layout.collect_max(looks[:, 0].contiguous()), low, live)
 
 # %% ../nbs/10b_groups.ipynb #b09980d1
 def whole_rows(group: Group, rows: slice) -> slice:

@@ -63,7 +63,8 @@ class _Apply(torch.autograd.Function):
     """Forward and backward of any Operator at one precision."""
 
     @staticmethod
-    def forward(ctx, op, p, out, layer, options, grad_dtypes, *tensors):
+    def forward(ctx, call, *tensors):
+        op, p, out, layer, options, _ = call
         name, names = op.name, op.operands
         xs = [_enter(t, p, layer, name, n, "forward", "operand") for t, n in zip(tensors, names)]
         ctx.native = _plain_allowed(p, out, **options)
@@ -75,14 +76,14 @@ class _Apply(torch.autograd.Function):
             y = convert_recorded(y, out, layer, name, "output", "forward", "boundary")
         keep = op.saves or (True,) * len(xs)
         ctx.save_for_backward(*(x if k else None for x, k in zip(xs, keep)), *statistics)
-        ctx.op, ctx.p, ctx.layer, ctx.options, ctx.grad_dtypes = op, p, layer, options, grad_dtypes
-        ctx.shapes = [None if t is None else t.shape for t in tensors]
+        ctx.call, ctx.shapes = call, [None if t is None else t.shape for t in tensors]
         return y
 
     @staticmethod
     def backward(ctx, g):
         only_once()
-        op, p, layer, name, shapes = ctx.op, ctx.p, ctx.layer, ctx.op.name, ctx.shapes
+        (op, p, _, layer, options, grad_dtypes), shapes = ctx.call, ctx.shapes
+        name = op.name
         xs, statistics = ctx.saved_tensors[:len(shapes)], ctx.saved_tensors[len(shapes):]
         g = convert_recorded(g, p, layer, name, "grad", "backward", "operand")
         native = ctx.native and table_for(g.device.type).path(name, "backward", p) is Path.NATIVE
@@ -90,9 +91,8 @@ class _Apply(torch.autograd.Function):
             work = work_of(p)
             g = convert_recorded(g, work, layer, name, "grad", "backward", "boundary")
             xs = [_enter(x, work, layer, name, n, "backward", "boundary") for x, n in zip(xs, op.operands)]
-        grads = op.backward(g, xs, statistics, ctx.needs_input_grad[6:], shapes, **ctx.options)
-        return (None,) * 6 + tuple(_leave(y, p, dtype, layer, name, n)
-                                   for y, dtype, n in zip(grads, ctx.grad_dtypes, op.operands))
+        grads = op.backward(g, xs, statistics, ctx.needs_input_grad[1:], shapes, **options)
+        return None, *(_leave(y, p, dtype, layer, name, n) for y, dtype, n in zip(grads, grad_dtypes, op.operands))
 
 # %% ../nbs/06a_operators.ipynb #df78e98e
 def apply_operator(
@@ -111,7 +111,7 @@ def apply_operator(
             if t is not None and t.dtype is not p.dtype: return op.plain(*_brought(tensors, p, layer, op), **options)
         return op.plain(*tensors, **options)
     grad_dtypes = tuple(None if t is None or not t.is_floating_point() else grad_dtype_of(t) for t in tensors)
-    return _Apply.apply(op, p, out, layer, options, grad_dtypes, *tensors)
+    return _Apply.apply((op, p, out, layer, options, grad_dtypes), *tensors)
 
 # %% ../nbs/06a_operators.ipynb #6ab7dbb5
 def precision_of(p: Precision | None, *tensors: Tensor | None) -> Precision:

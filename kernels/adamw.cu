@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(256) adamw(typename P::code* theta, const type
         Pack<float, LANES> wide;
         if (MODE == MASTER) wide = *(Pack<float, LANES>*)(master + at);
         if (MODE == KAHAN) k = *(Pack<typename P::code, LANES>*)(compensation + at);
-        float seen[METERS] = {0}, highest = 0, vanished = 0, live = 0;
+        float seen[METERS] = {0}, highest = 0, low = 0, live = 0;
         double dot = 0, square = 0;
 #pragma unroll
         for (int i = 0; i < LANES; ++i) {
@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(256) adamw(typename P::code* theta, const type
             ms.v[i] = keep<O, DRAW_STATE>(x, key_m, index + i, gone_m, clamped);
             vs.v[i] = keep<O, DRAW_STATE>(y, key_v, index + i, gone_v, clamped);
             highest = y > highest || y != y ? y : highest;
-            vanished += gone_v; live += y != 0;
+            low += y != 0 && y < 6.103515625e-05f;  // 2^-14: below it an f16 moment has fewer and fewer digits
+            live += y != 0;
 
             float realised;
             if (MODE == KAHAN) {
@@ -133,11 +134,11 @@ __global__ void __launch_bounds__(256) adamw(typename P::code* theta, const type
             }
             __shared__ float tops[8];
             if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = highest;
-            const double gone = block_total(vanished, shared), alive = block_total(live, shared);
+            const double few = block_total(low, shared), alive = block_total(live, shared);
             if (threadIdx.x == 0) {
                 float most = 0;
                 for (int w = 0; w < 8; ++w) most = tops[w] > most || tops[w] != tops[w] ? tops[w] : most;
-                looks[b * 3] = most; looks[b * 3 + 1] = (float)gone; looks[b * 3 + 2] = (float)alive;
+                looks[b * 3] = most; looks[b * 3 + 1] = (float)few; looks[b * 3 + 2] = (float)alive;
             }
             __syncthreads();
         }

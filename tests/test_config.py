@@ -142,7 +142,8 @@ def test_model_changes_are_those_that_are_not_as_named():
     (dict(compile="inductr"), "none, aot_eager, inductor. Did you mean 'inductor'"), (dict(sample_tokens=0), "sample_tokens=0"),
     (dict(profile="f17"), "unknown preset 'f17'"), (dict(profile="f16,compute=f99"), "compute=f99"), (dict(threads=-1), "threads=-1"),
     (dict(ledger="yes"), "ledger='yes': expected bool"), (dict(learning_rate=1.0), "no setting 'learning_rate'"),
-    (dict(step=1), "Did you mean 'steps'")])
+    (dict(step=1), "Did you mean 'steps'"), (dict(profile=3), "profile=3: give a preset"), (dict(profile=None), "profile=None"),
+    (dict(run=5), "no setting 'run'")])
 def test_wrong_values_are_refused(changes, words):
     with pytest.raises(ValueError, match=words) as e: TrainConfig().with_(**changes)
     assert "\n" not in str(e.value)
@@ -152,12 +153,16 @@ def test_wrong_values_are_refused(changes, words):
     ("[run]\nstep = 3", r"\[run\] has no setting 'step'; it has steps, .*Did you mean 'steps'"),
     ("[optimiser]\nlr = 1", "section='optimiser': a recipe has profile, model, data, optimizer, run. Did you mean 'optimizer'"),
     ("[run]\nsteps = 'many'", r"\[run\] steps='many': expected int"), ("[run]\nsteps = 1.5", r"\[run\] steps=1.5"),
-    ("[data]\nshuffle = 1", r"\[data\] shuffle=1: expected bool"), ("run = 3", r"\[run\] must be a table"),
+    ("[data]\nshuffle = 1", r"\[data\] shuffle=1: expected bool"), ("run = 3", r"\[run\] must be a table"), ("profile = 3", "profile=3: give a preset, the text"),
     ("[optimizer]\nlr = inf", r"\[optimizer\] lr=inf"), ("profile = 'f17'", "unknown preset"), ("lr = 1", "section='lr'"),
     ("[profile]\ncomputer = 'f16'", "'computer'"), ("[model]\nlearning = 1", r"\[model\] has no setting")])
 def test_wrong_recipes_are_refused_by_place(text, words):
     with pytest.raises(ValueError, match=words) as e: from_dict(tomllib.loads(text))
     assert "\n" not in str(e.value)
+
+
+def test_sections_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="run=ModelSettings.*it must be RunSettings"): TrainConfig(run=ModelSettings())
 
 
 def test_reading_a_recipe(tmp_path):

@@ -357,7 +357,7 @@ CUPYS = {
     "says a lot": ("raise ImportError('long ' * 500)", UNUSABLE.format("ImportError: long long")),
     "is a torso": ("x = 1", UNUSABLE.format("AttributeError")),
     "fails later": (VERSION + "raise OSError('no device')", UNUSABLE.format("OSError: no device)")),
-    "works": ("__version__ = '14.1'\n" + VERSION + "return 13000", "" if torch.version.cuda else "ok | CuPy 14.1, CUDA 13"),
+    "works": ("__version__ = '14.1'\n" + VERSION + "return 13000", "" if torch.version.cuda else "ok | CuPy 14.1"),
 }
 DOCTOR = """
 import importlib, importlib.util, sys

@@ -428,7 +428,7 @@ def test_scale_rises_again_when_gradients_shrink():
     """After a loud start, v' of quiet elements lies among the subnormals, where it would stall without ever reaching zero."""
     optimizer = build(F32_PROFILE.with_(optimizer=F16), {"w": torch.zeros(1024)})
     scales = []
-    for step in range(160):
+    for step in range(700):
         gen, loud = torch.Generator().manual_seed(step), step < 10
         optimizer.params["w"].grad.copy_(torch.randn(1024, generator=gen) * (3.0 if loud else 1e-5))
         optimizer.step(1e-3, step)
