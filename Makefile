@@ -39,7 +39,7 @@ $(VENV)/.dev: $(VENV)/.core
 	@touch $@
 
 $(VENV)/.lab: $(VENV)/.core
-	@echo "installing JupyterLab and widgets"
+	@echo "installing JupyterLab"
 	@$(PIP) --no-build-isolation --editable '.[lab]'
 	@touch $@
 
@@ -47,8 +47,8 @@ $(VENV)/.lab: $(VENV)/.core
 demo: $(VENV)/.core  ## train a tiny GPT in four precisions and write the report
 	@$(VENV)/bin/f16lab demo
 
-lab: $(VENV)/.lab  ## open the workbench in JupyterLab
-	@$(VENV)/bin/jupyter lab $(wildcard nbs/*_workbench.ipynb)
+lab: $(VENV)/.lab  ## open the notebooks in JupyterLab
+	@$(VENV)/bin/jupyter lab nbs
 
 docs: $(VENV)/.dev  ## run the notebooks and render them as HTML into _docs
 	@$(PY) .ci/notebooks.py docs

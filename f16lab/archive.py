@@ -26,11 +26,12 @@ from .runlog import RunReader
 from .verdict import Band, Comparison, Contender, Distances, summary, verdicts
 
 # %% ../nbs/16e_archive.ipynb #198ebc46
-def library_versions() -> dict[str, str]:
-    """What a report should name: f16lab, Python, torch, processor, CPU threads."""
+def library_versions(device: object = "cpu") -> dict[str, str]:
+    """What a report should name: f16lab, Python, torch, the system, the device of the run, CPU threads."""
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {"f16lab": __version__, "python": platform.python_version(), "torch": torch.__version__,
-            "system": platform.platform(), "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores", **gpu}
+            "system": platform.platform(), "device": str(device),
+            "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores", **gpu}
 
 def log_path(folder: str | Path, index: int, name: str) -> Path:
     """The log of contender number `index`; its name made safe for a file."""

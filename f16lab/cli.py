@@ -111,8 +111,8 @@ def out_option(text: str) -> Setting:
 def bands_option(default: int) -> Setting:
     """--bands."""
     return Setting("--bands", metavar="K", type=click.IntRange(0), default=default, part="Who takes part",
-                   help="repetitions of each profile with other rounding noise, and runs with other seeds, for a verdict"
-                        f"  [default: {default}]")
+                   help="repetitions of each profile with other rounding noise, and runs with other seeds, for a "
+                        f"verdict  [default: {default}]")
 
 def every_option() -> Setting:
     """--every."""
@@ -178,6 +178,7 @@ f16lab compare --profiles f32,bf16 --profile kahan:bf16,master=none,rounding=kah
 f16lab compare recipe.toml --profiles f32,all_f16 --model d4 --out data/runs/d4
 """
 
+# %% ../nbs/21_cli.ipynb #207f6ae1
 def compare(recipe: str | None, profiles: str | None, profile: tuple[str, ...], bands: int, out: str | None, every: int,
             **given: Any) -> int:
     """A comparison of profiles on the run that recipe and options describe."""
@@ -185,7 +186,8 @@ def compare(recipe: str | None, profiles: str | None, profile: tuple[str, ...], 
     names = ("f32,f16,bf16" if not profile else "f32") if profiles is None else profiles
     return contest(configured(recipe, given), names, profile, out, bands, every, "compare")
 
-def contest(config: Any, names: str, texts: tuple[str, ...], out: str | None, bands: int, every: int, label: str) -> int:
+def contest(config: Any, names: str, texts: tuple[str, ...], out: str | None, bands: int, every: int,
+            label: str) -> int:
     """Compare in the folder that was given, or in a new one."""
     from f16lab.contest import contenders, run_contest
     from f16lab.running import new_folder
@@ -253,6 +255,7 @@ f16lab data --check data/mine
 f16lab data --check 'shards/*.bin' --vocab-size 50257
 """
 
+# %% ../nbs/21_cli.ipynb #1605f904
 def data(source: str | None, out: str | None, tokenizer: str, vocab_size: int | None, limit: int | None,
          check: str | None) -> int:
     """Make or check shards."""
@@ -287,7 +290,7 @@ def doctor_command() -> click.Command:
     """f16lab doctor."""
     return PartedCommand("doctor", callback=doctor, params=[
         Setting("--json", "as_json", is_flag=True, part="Output", help="print JSON: a list of subject, status, text"),
-        debug_option()], help="Say what this machine can do: versions, threads, GPU, and by which path each operator goes.")
+        debug_option()], help="Say what this machine can do: versions, threads, GPU, and the path of each operator.")
 
 def doctor(as_json: bool) -> int:
     """Findings about this machine."""
@@ -302,9 +305,10 @@ def doctor(as_json: bool) -> int:
 
 def report_command() -> click.Command:
     """f16lab report."""
-    return PartedCommand("report", callback=report, help=REPORT_HELP, examples="f16lab report data/runs/my-run", params=[
-        click.Argument(["run"]), Setting("--out", metavar="FILE", default=None, part="Output",
-                                         help="the page  [default: report.html in the folder]"), debug_option()])
+    out = Setting("--out", metavar="FILE", default=None, part="Output",
+                  help="the page  [default: report.html in the folder]")
+    return PartedCommand("report", callback=report, help=REPORT_HELP, examples="f16lab report data/runs/my-run",
+                         params=[click.Argument(["run"]), out, debug_option()])
 
 REPORT_HELP = """Write the HTML report of a run or a comparison.
 

@@ -301,7 +301,7 @@ def start_race(config: TrainConfig, found: tuple[Entry, ...], bands: int, distan
 # %% ../nbs/17_compare.ipynb #61fa2e31
 def open_logs(race: Race, folder: str | Path, stack: ExitStack) -> None:
     """A run log for each contender, which opens with what is known of it."""
-    versions = library_versions()
+    versions = library_versions(race.racers[0].machine.device)
     for i, racer in enumerate(race.racers):
         path = log_path(folder, i, racer.entry.name)
         if path.exists():
@@ -322,7 +322,8 @@ def outcome(race: Race, seed_finals: tuple[float, ...]) -> Comparison:
     bands = tuple(Band(name, tuple(r.entry.noise for r in race.band_runs(name)), runs, tuple(race.gaps.get(name, ())))
                   for name, runs in losses.items())
     contenders = tuple(result(r, band_of(race, r)) for r in race.racers)
-    return Comparison(contenders, to_dict(race.config), library_versions(), bands, seed_finals)
+    versions = library_versions(race.racers[0].machine.device)
+    return Comparison(contenders, to_dict(race.config), versions, bands, seed_finals)
 
 # %% ../nbs/17_compare.ipynb #97aec85e
 def compare(

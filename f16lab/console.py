@@ -65,7 +65,7 @@ def line_every(steps: int, lines: int = 20) -> int:
         size *= 10
 
 def has_line(record: Any, steps: int, every: int) -> bool:
-    """Whether a record is worth a line: steps at the interval, first, last and skipped ones; of events all but skips."""
+    """Whether a record is worth a line: steps at the interval, first, last and skipped; of events all but skips."""
     if isinstance(record, EventRecord): return record.kind != "skip"  # the step's own line says it
     if not isinstance(record, StepRecord): return True
     done = record.step + 1
@@ -113,8 +113,9 @@ def tally_rows(tally: Tally) -> list[tuple[str, str]]:
     if tally.steps: rows.append(("skipped", f"{tally.skipped} of {tally.steps} steps"))
     if tally.worst[1]: rows.append(("update efficiency", f"{tally.worst[0]:.3f} at worst, in {tally.worst[1]}"))
     if tally.casts[0]: rows.append(("casts", f"{tally.casts[0]} a step, {si(tally.casts[1], 'B')} written"))
-    speed = f"{si(tally.tokens / max(tally.seconds, 1e-9))} tokens a second, {tally.seconds / max(1, tally.steps):.3f} s a step"
-    if tally.seconds: rows.append(("speed", speed))
+    if tally.seconds:
+        speed = si(tally.tokens / tally.seconds)
+        rows.append(("speed", f"{speed} tokens a second, {tally.seconds / tally.steps:.3f} s a step"))
     return rows
 
 # %% ../nbs/20a_console.ipynb #11630e43
@@ -125,8 +126,9 @@ def open_console() -> Console:
 
 def bar(console: Console) -> Progress:
     """A progress bar with a changing text; nothing at all where nothing can move."""
-    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
-                    TextColumn("{task.fields[now]}"), console=console, disable=not console.is_terminal, transient=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
+               TextColumn("{task.fields[now]}"))
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 class Display:
     """Shows records as they come and keeps a tally. Use in a `with`; call with each record."""
@@ -238,7 +240,7 @@ def _as_written(formatter: click.HelpFormatter, title: str, text: str) -> None:
 # %% ../nbs/20a_console.ipynb #ca6ff815
 @contextmanager
 def stopping(stop: Callable[[str], None]) -> Iterator[list[int]]:
-    """While open, the first SIGINT or SIGTERM calls `stop(name)`, the next acts at once. Gives the list of those caught."""
+    """While open, the first SIGINT or SIGTERM calls `stop(name)`, the next acts at once. Gives those caught."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # signals are none of a thread's business
         yield caught

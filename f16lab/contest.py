@@ -7,7 +7,6 @@ __all__ = ['COLUMNS', 'contenders', 'Scoreboard', 'closing_rows', 'closing', 'ru
            'show_report']
 
 # %% ../nbs/20d_contest.ipynb #bba354b7
-import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ def contenders(names: str, texts: Iterable[str] = ()) -> tuple[Entry, ...]:
         pairs.append((own[1], own[2]) if own else (text, text))
     for name, _ in pairs:
         if sum(name == other for other, _ in pairs) > 1:
-            raise ValueError(f"{name!r} takes part twice: give it once, or under another name with --profile NAME:{name}")
+            raise ValueError(f"{name!r} takes part twice: give it once, or another name to it: --profile NAME:{name}")
     return entries(dict(pairs))
 
 # %% ../nbs/20d_contest.ipynb #36b9ae08
@@ -70,6 +69,7 @@ class Scoreboard:
         if (isinstance(r, StepRecord) and r.skipped) or (isinstance(r, EventRecord) and r.kind != "skip"):
             self.line(f"{p.contender:<{self.width}}  {line_of(r, self.steps)}")
 
+# %% ../nbs/20d_contest.ipynb #829cf8ee
 def _note(board: Scoreboard, kind: str, done: int, name: str, loss: float) -> None:
     """Note a loss; print the line of all when nobody is missing, or when the others have gone on without them."""
     if board.newest.get((kind, name), -1) >= done: return  # a repetition of the same profile, for its noise
@@ -87,25 +87,29 @@ def _losses(board: Scoreboard, key: tuple[str, int]) -> None:
                    f"{' held out' if kind == 'eval' else ''}")
 
 # %% ../nbs/20d_contest.ipynb #09a342ee
-COLUMNS = ("profile", "loss", "held out", "deviation", "casts/step", "bytes/param", "s/step", "efficiency", "skipped", "verdict")
+COLUMNS = ("profile", "loss", "held out", "deviation", "casts/step", "bytes/param", "s/step", "efficiency", "skipped",
+           "verdict")
 
 def closing_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     """One row of text for each contender, as `COLUMNS` says."""
     judged = verdicts(comparison)
     for c in comparison.contenders:
-        s = summary(comparison, c)
-        yield (c.name, shown(s.final_loss), shown(s.eval_loss), shown(s.max_deviation, ".1e") if c is not comparison.reference else "",
-               si(s.casts), shown(s.bytes_per_parameter, ".3g"), shown(s.seconds, ".3f"), shown(s.efficiency, ".3f"),
+        s, apart = summary(comparison, c), c is not comparison.reference
+        yield (c.name, shown(s.final_loss), shown(s.eval_loss), shown(s.max_deviation, ".1e") if apart else "",
+               si(s.casts),
+               shown(s.bytes_per_parameter, ".3g"), shown(s.seconds, ".3f"), shown(s.efficiency, ".3f"),
                str(s.skipped), judged[c.name].kind)
 
 def closing(comparison: Comparison) -> tuple[Table, list[str]]:
     """The table of a comparison, and a sentence or more on each contender but the reference."""
-    words = [" ".join((f"{name}:", v.words, *v.alarms)) for name, v in verdicts(comparison).items() if v.kind != "reference" or v.alarms]
+    words = [" ".join((f"{name}:", v.words, *v.alarms)) for name, v in verdicts(comparison).items()
+             if v.kind != "reference" or v.alarms]
     return table("", COLUMNS, closing_rows(comparison)), words
 
 # %% ../nbs/20d_contest.ipynb #bb7ecb07
-def run_contest(config: TrainConfig, found: tuple[Entry, ...], folder: Path, console: Console, bands: int = 0, every: int = 0) -> int:
-    """Compare in a folder, show it, write the report. Gives the exit code: 0, 1, or 128 + the signal that stopped it."""
+def run_contest(config: TrainConfig, found: tuple[Entry, ...], folder: Path, console: Console, bands: int = 0,
+                every: int = 0) -> int:
+    """Compare in a folder, show it, write the report; the exit code is 0, 1, or 128 + the signal that stopped it."""
     check_folder(folder)
     profiles = {e.name: e.text for e in found}
     running = compare(config, profiles, bands=bands, folder=folder, distance_every=line_every(config.run.steps, 10))

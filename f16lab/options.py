@@ -50,8 +50,8 @@ def slot_option(name: str) -> Setting:
 def profile_options() -> list[Setting]:
     """`--profile`, and a flag for each preset."""
     profile = Setting("--profile", metavar="TEXT", default=None, part="Precision",
-                      help="a preset, or slots: 'f16,master=f32', 'param=bf16,compute=bf16', 'f16;lm_head:compute=f32'  "
-                           "[default: f32]")
+                      help="a preset, or slots: 'f16,master=f32', 'param=bf16,compute=bf16', "
+                           "'f16;lm_head:compute=f32'  [default: f32]")
     return [profile, *(preset_flag(*pair) for pair in PRESETS.items())]
 
 def slot_options() -> list[Setting]:
@@ -60,18 +60,19 @@ def slot_options() -> list[Setting]:
 
 # %% ../nbs/20b_options.ipynb #c6e4dd31
 def chosen_profile(given: Mapping[str, Any], start: PrecisionProfile) -> PrecisionProfile:
-    """`start`, or the preset or text that was given, with the slots that were given on top. ValueError for two choices."""
+    """`start`, or the preset or text given, with the slots given on top. ValueError for two choices."""
     presets = {f"--{name.replace('_', '-')}": name for name in PRESETS if given.get(f"preset_{name}")}
     choices = {**({"--profile": given["profile"]} if given.get("profile") is not None else {}), **presets}
     if len(choices) > 1:
-        raise ValueError(f"{' and '.join(choices)} each choose a profile: give one, change its slots with --precision-…")
+        words = " and ".join(choices)
+        raise ValueError(f"{words} each choose a profile: give one, and change its slots with --precision-…")
     profile = PrecisionProfile.parse(next(iter(choices.values()))) if choices else start
     slots = {name: given[f"precision_{name}"] for name in SLOTS if given.get(f"precision_{name}") is not None}
     return profile.with_(**slots) if slots else profile
 
 # %% ../nbs/20b_options.ipynb #7039f8e5
 def configured(recipe: str | None, given: Mapping[str, Any]) -> TrainConfig:
-    """The run that a recipe file (or the defaults) and options describe; ValueError in one sentence for what is wrong."""
+    """The run that a recipe file (or the defaults) and options describe; ValueError says what is wrong."""
     config = read_recipe(recipe) if recipe else TrainConfig()
     changes = {name: given[name] for name, _, _ in settings_of() if name != "profile" and given.get(name) is not None}
     return with_settings(config, {**changes, "profile": chosen_profile(given, config.profile)})

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['MAX_POINTS', 'COLORS', 'INK', 'GRID', 'ALERT', 'SMALLEST', 'WIDTHS', 'CAST_COLUMNS', 'ROLES', 'FIGURES', 'color_of',
            'faded', 'label', 'look', 'curve', 'crosses', 'loss_figure', 'smoothed', 'add_bands', 'deviation_figure',
-           'add_scale', 'norm_figure', 'two_rows', 'tallied', 'mean_casts', 'cast_path', 'cast_color', 'cast_tree',
-           'with_buttons', 'nothing', 'cast_treemap', 'top_casts', 'cast_table', 'lost_shares', 'efficiency_figure',
-           'bars', 'memory_figure', 'speed_figure', 'distance_rows', 'distance_map', 'distance_figure', 'figures']
+           'log_range', 'add_scale', 'norm_figure', 'two_rows', 'tallied', 'mean_casts', 'cast_path', 'cast_color',
+           'cast_tree', 'with_buttons', 'nothing', 'cast_treemap', 'top_casts', 'cast_table', 'lost_shares',
+           'efficiency_figure', 'bars', 'memory_figure', 'speed_figure', 'distance_rows', 'distance_map',
+           'distance_figure', 'figures']
 
 # %% ../nbs/18_plots.ipynb #7ddd0f83
 import math
@@ -120,8 +121,14 @@ def deviation_figure(comparison: Comparison) -> go.Figure:
         fig.add_traces(curve(found, name, faded(color, 0.35), floor=SMALLEST, **thin))
         calm = smoothed(found, max(3, len(found) // 20))
         fig.add_traces(curve(calm, name, color, floor=SMALLEST, width=2.5, hovertemplate="%{y:.1e}"))
-    return look(fig, f"Deviation of the training loss from {label(ref.name)} (relative; thick: running median)",
-                xaxis_title="step", yaxis=dict(title="|loss − reference| / reference", type="log"))
+    look(fig, f"Deviation of the training loss from {label(ref.name)} (relative; thick: running median)",
+         xaxis_title="step", yaxis=dict(title="|loss − reference| / reference", type="log"))
+    return fig.update_yaxes(range=log_range([y for t in fig.data if t.line.width != 1 for y in t.y or ()]))
+
+def log_range(values: Iterable[float | None]) -> list[float] | None:
+    """Range of a logarithmic axis that shows these values with room to spare; None leaves it to plotly."""
+    logs = [math.log10(v) for v in values if v is not None and v > SMALLEST]
+    return [min(logs) - 0.7, max(logs) + 0.7] if logs else None
 
 # %% ../nbs/18_plots.ipynb #3cd94fc0
 def add_scale(fig: go.Figure, c: Contender, name: str, color: str) -> None:

@@ -196,11 +196,11 @@ button { font: inherit; font-size: 13px; padding: 2px 12px; border: 1px solid #b
 # %% ../nbs/18a_report.ipynb #7692877d
 def lead(comparison: Comparison) -> str:
     """One sentence on what was run."""
-    cs, model, run = comparison.contenders, comparison.config.get("model", {}), comparison.config.get("run", {})
+    cs, model = comparison.contenders, comparison.config.get("model", {})
     size, steps = sum(comparison.reference.sizes.values()), max(len(c.steps) for c in cs)
     what = f"{size / 1e6:.2f} M parameters" if size else f"model {model.get('name', 'unknown')}"
     many = f"{len(cs)} contenders in lockstep" if len(cs) > 1 else "One run"
-    return f"{many}: {what}, {steps} steps, device {run.get('device', 'unknown')}."
+    return f"{many}: {what}, {steps} steps, device {comparison.versions.get('device', 'unknown')}."
 
 # %% ../nbs/18a_report.ipynb #2bb36818
 def report_body(comparison: Comparison, title: str) -> str:

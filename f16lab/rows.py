@@ -74,7 +74,7 @@ def blocksum(x: Tensor) -> Tensor:
 
 # %% ../nbs/06d_rows.ipynb #ded09b5f
 def _hide_future(x: Tensor, k: int) -> Tensor:
-    """`x` [..., T, S] with −inf right of diagonal `k`, whatever stood there: masked_fill in half the time."""
+    """`x` [..., T, S] with −inf right of diagonal `k`, whatever stood there: a masked_fill that needs no mask."""
     return x.tril(k) + torch.full(x.shape[-2:], float("-inf"), dtype=x.dtype, device=x.device).triu(k + 1)
 
 def _masked_softmax(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

@@ -49,24 +49,27 @@ def check_folder(folder: Path) -> Path:
     """`folder`, if a run can be written into it (it may not exist yet); ValueError says why not."""
     if folder.exists() and not folder.is_dir(): raise ValueError(f"--out {folder} is a file: give the name of a folder")
     logs = sorted(folder.glob("*.sqlite"))
-    if any(map(is_live, logs)): raise ValueError(f"--out {folder} is in use by a run that is alive: choose another folder")
-    if logs: raise ValueError(f"--out {folder} holds a run already: choose another folder, or remove this one")
+    if logs:
+        state = "is in use by a run that is alive" if any(map(is_live, logs)) else "holds a run already"
+        raise ValueError(f"--out {folder} {state}: choose another folder")
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not place.is_dir(): raise ValueError(f"--out {folder}: {place} is a file, so no folder can be made below it")
-    if not os.access(place, os.W_OK): raise ValueError(f"--out {folder}: no permission to write in {place}: choose another folder")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"--out {folder}: no permission to write in {place}: choose another folder")
     return folder
 
 # %% ../nbs/20c_running.ipynb #b6820667
 def headline(trainer: Trainer, folder: Path) -> list[tuple[str, str]]:
     """Model, data, profile, device and folder of a run, label and text each."""
-    c, data = trainer.config, trainer.inputs.train
+    c, data, model = trainer.config, trainer.inputs.train, trainer.inputs.model
     size = sum(p.numel() for _, p in named_parameters_once(trainer.model))
-    shape = [f"{n} {getattr(trainer.inputs.model, n)}" for n in ("layers", "heads", "channels") if hasattr(trainer.inputs.model, n)]
+    shape = [f"{n} {getattr(model, n)}" for n in ("layers", "heads", "channels") if hasattr(model, n)]
     tokens, name = data.target_tokens(0), preset_name(c.profile)
     return [("model", f"{c.model.name}: {', '.join([*shape, f'{si(size)} parameters'])}"),
             ("data", f"{data.name}; {si(tokens)} targets a step, {data.steps_per_epoch()} steps an epoch"),
             ("profile", f"{name + ': ' if name else ''}{c.profile}"),
-            ("device", f"{trainer.device}, {torch.get_num_threads()} CPU threads, seed {c.run.seed}"), ("folder", str(folder))]
+            ("device", f"{trainer.device}, {torch.get_num_threads()} CPU threads, seed {c.run.seed}"),
+            ("folder", str(folder))]
 
 # %% ../nbs/20c_running.ipynb #ba566a39
 def out_of_memory(error: Exception) -> bool:
@@ -95,7 +98,7 @@ def follow(trainer: Trainer, log: RunLog) -> Iterator[Any]:
     try:
         for record in steps(trainer, lambda: map(command_words, log.commands())):
             yield record
-            if log.lost: raise RunLogError(f"{log.path} cannot be written any more (is the disk full?): the run was stopped")
+            if log.lost: raise RunLogError(f"{log.path} cannot be written any more (is the disk full?)")
     except Exception as error:
         words = failure(error, trainer.config)
         trainer.bus.emit(RunEnded(trainer.step_number, "failed", words))
@@ -116,11 +119,12 @@ def opened_log(folder: Path, config: TrainConfig) -> RunLog:
     return log
 
 def train_run(config: TrainConfig, folder: Path, console: Console, every: int = 0) -> int:
-    """Train in a folder and show it. Gives the exit code: 0, or 128 + the signal that stopped it. RunFailed if it fails."""
+    """Train in a folder and show it; the exit code is 0, or 128 + the signal that stopped it; RunFailed if it fails."""
     check_folder(folder)
     trainer = Trainer(config, bus=Bus())
     rows = headline(trainer, folder)
-    with opened_log(folder, config) as log, stopping(trainer.stop) as caught, Display(console, config.run.steps, every) as display:
+    display = Display(console, config.run.steps, every)
+    with opened_log(folder, config) as log, stopping(trainer.stop) as caught, display:
         trainer.bus.subscribe(log)
         trainer.bus.emit(RunStarted(to_dict(config), library_versions()))
         print_table(console, facts(rows))

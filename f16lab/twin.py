@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Weights', 'MOMENTS', 'autocast_precision', 'plain_linear', 'plain_norm', 'plain_scores', 'turned', 'plain_attention',
-           'plain_mlp', 'plain_gpt', 'plain_classifier', 'plain_logits', 'check_twin', 'CastCounter', 'twin_optimizer',
-           'Twin', 'twin_gradients', 'counter_for', 'twin_step', 'twin_state', 'twin_bytes', 'twin_evaluate',
-           'twin_steps']
+           'plain_mlp', 'plain_gpt', 'plain_classifier', 'plain_logits', 'check_twin', 'both_float', 'CastCounter',
+           'twin_optimizer', 'Twin', 'twin_gradients', 'counter_for', 'twin_step', 'twin_state', 'twin_bytes',
+           'twin_evaluate', 'twin_steps']
 
 # %% ../nbs/16c_twin.ipynb #3a24ff91
 import math
@@ -136,6 +136,10 @@ def check_twin(config: TrainConfig, model: ModelConfig) -> None:
     if ignored: warnings.warn(f"torch_amp ignores {', '.join(ignored)}: it is plain PyTorch")
 
 # %% ../nbs/16c_twin.ipynb #259b1cf1
+def both_float(x: Tensor, y: Tensor) -> bool:
+    """Whether both hold floating-point numbers."""
+    return x.is_floating_point() and y.is_floating_point()
+
 class CastCounter(TorchDispatchMode):
     """While open, counts conversions between floating-point types by shape, types and `direction`."""
 
@@ -145,7 +149,7 @@ class CastCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype is not args[0].dtype and args[0].is_floating_point():
+        if func is torch.ops.aten._to_copy.default and out.dtype is not args[0].dtype and both_float(out, args[0]):
             self.counts[tuple(out.shape), args[0].dtype, out.dtype, self.direction] += 1
         return out
 

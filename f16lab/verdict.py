@@ -289,17 +289,18 @@ def judged(comparison: Comparison, c: Contender, band: Band) -> Verdict:
     of = f"{len(band.losses)} runs of {band.name}"
     if at is not None: return outside(comparison, c, band, at, width[at])
     if not noise <= limit:
-        return Verdict("too noisy", f"too noisy to judge: {of} end {percent(noise)} apart, and more than "
-                       f"{percent(limit)} is no small noise.")
-    return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {percent(deviation)} (step {peak}), "
-                   f"where noise allows {percent(width[peak])} ({of}){seed_words(comparison, c)}.")
+        return Verdict("too noisy", f"too noisy to judge: {of} end {percent(noise)} apart; at most {percent(limit)} "
+                       "would do.")
+    return Verdict("inside noise", f"inside noise: deviates from {ref.name} by at most {percent(deviation)} "
+                   f"(step {peak}), where noise allows {percent(width[peak])} ({of}){seed_words(comparison, c)}.")
 
 # %% ../nbs/16d_verdict.ipynb #7552733f
 def outside(comparison: Comparison, c: Contender, band: Band, at: int, allowed: float) -> Verdict:
     """The verdict on a contender that leaves its band at step `at`."""
     layer, size = first_layer(c, band), abs(deviations(c, comparison.reference)[at])
     where = f"; the first layer whose weights leave theirs is {layer[0]}, at step {layer[1]}" if layer else ""
-    how = f"deviation {percent(size)}, noise allows {percent(allowed)}" if math.isfinite(size) else "its loss is not finite"
+    known = f"deviation {percent(size)}, noise allows {percent(allowed)}"
+    how = known if math.isfinite(size) else "its loss is not finite"
     return Verdict("leaves the band", f"leaves the band at step {at}: {how} ({len(band.losses)} runs of {band.name})"
                    f"{where}{seed_words(comparison, c)}.", at, layer[0] if layer else "")
 

@@ -120,6 +120,27 @@ def test_scores_at_the_end_of_the_range_are_no_mask(p):
     assert torch.equal(third, torch.full((1, 3), 1 / 3).to(p.dtype))
 
 
+@TABLES
+@pytest.mark.parametrize("p", (F16, F32), ids=str)
+@pytest.mark.parametrize("junk", (float("nan"), float("inf"), -float("inf")))
+def test_what_is_hidden_has_no_influence(junk, p, table):
+    """An overflow in the scores of later tokens must not reach earlier ones; causal alone, and with a mask."""
+    clean = convert(torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)), p)
+    future = torch.ones(4, 6, dtype=torch.bool).triu(3)
+    dirty = clean.masked_fill(future, junk)
+    g = convert(torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)), p)
+    for options in (dict(causal=True), dict(mask=~future), dict(causal=True, mask=~future)):
+        results = []
+        for x in (clean, dirty):
+            leaf = x.clone().requires_grad_()
+            with using_table(table):
+                y = ops.softmax(leaf, p=p, **options)
+                y.backward(g)
+            results.append((y.detach(), leaf.grad))
+        assert torch.equal(*(y for y, _ in results)) and torch.equal(*(grad for _, grad in results))
+        assert (results[0][0][:, future] == 0).all() and (results[0][1][:, future] == 0).all()
+
+
 def test_more_rows_than_columns_and_an_all_false_mask():
     x = torch.randn(2, 4, 2).half().requires_grad_()
     y = ops.softmax(x, p=F16, causal=True)  # row t sees columns ≤ t − 2
