@@ -406,7 +406,7 @@ def steps(trainer: TrainConfig | Trainer, commands: Callable[[], Iterable[tuple[
         return record
     try:
         if trainer.step_number == 0: yield from map(told, reports(trainer))
-        while trainer.step_number < last and not trainer.stopping:
+        while trainer.step_number < last:
             obey(trainer, commands)
             if trainer.stopping: break
             record = told(take_step(trainer))

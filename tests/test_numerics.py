@@ -21,7 +21,7 @@ def source(name: str) -> Source:
 
 
 def recipe(profile: str, data: str = "markov", **changes) -> TrainConfig:
-    return TrainConfig(profile).with_(**{**dict(data=data, steps=200, eval_every=0, meters_every=0, ledger=False), **changes})
+    return TrainConfig(profile).with_(**{**dict(data=data, device="cpu", steps=200, eval_every=0, meters_every=0, ledger=False), **changes})
 
 
 @cache

@@ -151,7 +151,7 @@ def test_nothing_to_report(tmp_path):
 def test_the_page_opens_offline_in_a_browser(tmp_path):
     from playwright.sync_api import sync_playwright
     broken = replace(contender("nan"), steps=tuple(replace(r, loss=math.nan) for r in contender("x").steps))
-    path = write_report(Comparison((*PAIR.contenders, broken, Contender(EVIL, "f16")), PAIR.config, PAIR.versions), tmp_path / "report.html")
+    path = write_report(Comparison((*PAIR.contenders, broken, replace(contender("x"), name=EVIL)), PAIR.config, PAIR.versions), tmp_path / "report.html")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
              "--disable-sync"]
     problems, requests = [], []
@@ -171,4 +171,4 @@ def test_the_page_opens_offline_in_a_browser(tmp_path):
         browser.close()
     assert (problems, requests) == ([], [])
     assert len(boxes) == 8 and all(width > 600 and height > 100 for _, width, height in boxes)
-    assert EVIL in [text.replace("…", "") for text in legends] or any(text.startswith(EVIL[:20]) for text in legends), "names are shown as they are"
+    assert any(text.startswith(EVIL[:30]) for text in legends), "names are shown as they are"

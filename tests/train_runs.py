@@ -29,7 +29,7 @@ def source(tokens: int = 12_000) -> Source:
 
 def small(profile: str = "f32", **changes) -> TrainConfig:
     """One block of 32 channels on 4 windows of 16 tokens, 30 steps."""
-    shape = dict(data="markov", layers=1, heads=2, channels=32, context=16, batch=4, steps=30, lr=3e-3, eval_every=0)
+    shape = dict(data="markov", device="cpu", layers=1, heads=2, channels=32, context=16, batch=4, steps=30, lr=3e-3, eval_every=0)
     return TrainConfig(profile).with_(**{**shape, **changes})
 
 
