@@ -157,9 +157,10 @@ def train(recipe: str | None, print_config: bool, out: str | None, every: int, *
 def compare_command() -> click.Command:
     """f16lab compare."""
     from f16lab.options import setting_options
+    from f16lab.profile import PRESETS
     who = [Setting("--profiles", metavar="A,B,…", default=None, part="Who takes part",
-                   help="names of presets, and torch_amp (autocast + GradScaler); the first is the reference  "
-                        "[default: f32,f16,bf16]"),
+                   help=f"presets ({', '.join(PRESETS)}) and torch_amp (autocast + GradScaler); the first is the "
+                        "reference  [default: f32,f16,bf16]"),
            Setting("--profile", "profile", metavar="TEXT", multiple=True, part="Who takes part",
                    help="one more, as text or as NAME:TEXT; may be given several times"),
            bands_option(0)]

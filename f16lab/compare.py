@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KEPT', 'Entry', 'entry', 'own_name', 'entries', 'Racer', 'machine', 'weights', 'square_sums', 'relative', 'distances',
            'widest_gap', 'noisy_profile', 'short_text', 'band_name', 'band_entries', 'Progress', 'Race', 'measure',
-           'lockstep', 'planned_bytes', 'measured_bytes', 'result', 'quiet', 'seed_runs', 'start_race', 'open_logs',
-           'band_of', 'outcome', 'compare', 'close_logs', 'run_comparison']
+           'lockstep', 'planned_bytes', 'measured_bytes', 'described', 'result', 'quiet', 'seed_runs', 'start_race',
+           'open_logs', 'band_of', 'outcome', 'compare', 'close_logs', 'run_comparison']
 
 # %% ../nbs/17_compare.ipynb #74598253
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -260,15 +260,17 @@ def measured_bytes(racer: Racer) -> dict[str, float]:
     return {role: n / elements for role, n in held.items() if role != "scratch"}
 
 # %% ../nbs/17_compare.ipynb #265b85d1
-def result(racer: Racer, band: str) -> Contender:
-    """What was kept of a racer, as a value."""
+def described(racer: Racer, band: str = "") -> Contender:
+    """What was kept of a racer, as a value, without what its state must be read for."""
     e, twin = racer.entry, isinstance(racer.machine, Twin)
     lists = {name: tuple(racer.kept[kind]) for name, kind in KEPT.items()}
     return Contender(e.name, e.text, racer.machine.note if twin else "", "" if twin else to_toml(racer.config),
-                     "stopped" if racer.status == "running" else racer.status, racer.message, **lists,
-                     memory=measured_bytes(racer), planned=planned_bytes(racer),
-                     sizes={name: w.numel() for name, w in weights(racer).items()}, digest=racer.machine.digest(),
-                     band=band)
+                     "stopped" if racer.status == "running" else racer.status, racer.message, **lists, band=band,
+                     planned=planned_bytes(racer), sizes={name: w.numel() for name, w in weights(racer).items()})
+
+def result(racer: Racer, band: str) -> Contender:
+    """All of it: with the bytes that are held now, and the digest of the state."""
+    return replace(described(racer, band), memory=measured_bytes(racer), digest=racer.machine.digest())
 
 # %% ../nbs/17_compare.ipynb #ca27353d
 def quiet(config: TrainConfig, seed: int) -> TrainConfig:
@@ -287,7 +289,7 @@ def seed_runs(config: TrainConfig, profile: PrecisionProfile | None, count: int,
         while racer.status == "running":
             for record in racer.advance():
                 yield Progress(racer.entry.name, record, i * mine.run.steps + len(racer.kept[StepRecord]), total)
-        finals.append(final_loss(result(racer, "")))
+        finals.append(final_loss(described(racer)))
     return tuple(finals)
 
 # %% ../nbs/17_compare.ipynb #5b59cb63
@@ -307,7 +309,7 @@ def open_logs(race: Race, folder: str | Path, stack: ExitStack) -> None:
         if path.exists():
             raise ValueError(f"{path} exists: a comparison needs a folder of its own, so choose another or remove this")
         racer.log = stack.enter_context(RunLog(path))
-        racer.log(opening(result(racer, band_of(race, racer)), i, to_dict(racer.config), versions))
+        racer.log(opening(described(racer, band_of(race, racer)), i, to_dict(racer.config), versions))
 
 # %% ../nbs/17_compare.ipynb #58683152
 def band_of(race: Race, racer: Racer) -> str:

@@ -85,6 +85,7 @@ class Tally:
     seconds: float = 0.0
     casts: tuple[int, int] = (0, 0)               # of the last step: number, bytes
     worst: tuple[float, str] = (math.inf, "")     # lowest update efficiency, its tensor
+    mfu: float = math.nan                         # of the last step
     ended: RunEnded = RunEnded(0, "running")
 
     def add(self, record: Any) -> None:
@@ -100,6 +101,7 @@ def _add_step(tally: Tally, r: StepRecord) -> None:
     tally.last.append(r.loss)
     tally.seconds += 0 if math.isnan(r.seconds) else r.seconds
     tally.casts = sum(c.count for c in r.casts), sum(c.bytes for c in r.casts)
+    tally.mfu = r.extra.get("mfu", math.nan)
     tally.worst = min([tally.worst, *((t.efficiency, t.name) for t in r.tensors if not math.isnan(t.efficiency))])
 
 # %% ../nbs/20a_console.ipynb #90293243
@@ -115,7 +117,8 @@ def tally_rows(tally: Tally) -> list[tuple[str, str]]:
     if tally.casts[0]: rows.append(("casts", f"{tally.casts[0]} a step, {si(tally.casts[1], 'B')} written"))
     if tally.seconds:
         speed = si(tally.tokens / tally.seconds)
-        rows.append(("speed", f"{speed} tokens a second, {tally.seconds / tally.steps:.3f} s a step"))
+        mfu = "" if math.isnan(tally.mfu) else f", model FLOP utilisation {tally.mfu:.1%}"
+        rows.append(("speed", f"{speed} tokens a second, {tally.seconds / tally.steps:.3f} s a step{mfu}"))
     return rows
 
 # %% ../nbs/20a_console.ipynb #11630e43

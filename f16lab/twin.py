@@ -172,6 +172,7 @@ class Twin:
     """A run of `torch_amp`: our f32 initial values and batches; autocast, GradScaler and AdamW of torch."""
 
     def __init__(self, config: TrainConfig, source: Source | None = None, autocast: str = "auto"):
+        if config.run.threads: torch.set_num_threads(config.run.threads)
         self.config, self.device = config, open_device(config.run.device)
         self.inputs: Inputs = open_inputs(config, source)
         check_twin(config, self.inputs.model)
