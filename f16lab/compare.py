@@ -332,7 +332,7 @@ def compare(
     config: TrainConfig,       # the run; its profile is replaced by each contender's
     profiles: Mapping[str, str | PrecisionProfile] | Iterable[str | PrecisionProfile],  # the reference first
     *,
-    bands: int = 0,            # repetitions per profile for the noise bands, and runs with other seeds; 0: no bands
+    bands: int = 0,            # repetitions for the noise bands (they run, and lie in memory, beside the others), and seeds
     distance_every: int = 10,  # steps between comparisons of the weights; 0: never
     folder: str | Path | None = None,  # where run logs and comparison.json go; None: nowhere
     source: Source | None = None,      # opened data, if they are there already
@@ -369,6 +369,7 @@ def run_comparison(
 ) -> Comparison:
     """`compare` run to its end."""
     running = compare(config, profiles, **options)
-    while True:
-        try: on_progress(next(running))
-        except StopIteration as end: return end.value
+    try:
+        while True: on_progress(next(running))
+    except StopIteration as end: return end.value
+    finally: running.close()

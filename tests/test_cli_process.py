@@ -1,4 +1,5 @@
 """The command as a process of its own: signals, exit codes, a pipe, a terminal, a full disk."""
+import json
 import os
 import pty
 import re
@@ -26,7 +27,7 @@ def start(tmp_path):
     started = []
 
     def call(words, **more):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo.ROOT), "COLUMNS": "100"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}{repo.ROOT}", "COLUMNS": "100"}
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | more
         started.append(subprocess.Popen([sys.executable, "-m", "f16lab", *words], cwd=tmp_path, env=environment, **options))
         return started[-1]
@@ -84,6 +85,26 @@ def test_a_signal_stops_after_the_step_in_hand(start, tmp_path, number):
     steps = int(re.search(r"stopped after (\d+) steps", out)[1])
     assert (end.status, end.message, end.live) == ("stopped", number.name, False)
     assert steps == end.step + 1 >= 1
+
+
+def test_a_signal_cuts_a_comparison_short(start, tmp_path):
+    words = [*FOREVER, "--profiles", "f32,f16"]
+    process = start(["compare", *words[1:]])
+    wait_for_step(process, 3)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "") and "run/report.html" in out
+    for name in ("00_f32", "01_f16"):
+        with RunReader(tmp_path / "run" / f"{name}.sqlite") as log:
+            assert log.status().status == "stopped" and log.status().step >= 2
+
+
+@pytest.mark.parametrize("error", ["ImportError('libcuda is not here')", "RuntimeError('driver too old')"])
+def test_the_doctor_survives_a_broken_cupy(start, tmp_path, error):
+    (tmp_path / "cupy.py").write_text(f"raise {error}\n")
+    process = start(["doctor", "--json"])
+    findings = {f["subject"]: f for f in json.loads(process.communicate()[0])}
+    assert process.returncode == 0 and findings["cupy"]["status"] == "problem" and error[:12] in findings["cupy"]["text"]
 
 
 def test_a_second_signal_acts_at_once(start, tmp_path):
