@@ -332,7 +332,7 @@ def compare(
     config: TrainConfig,       # the run; its profile is replaced by each contender's
     profiles: Mapping[str, str | PrecisionProfile] | Iterable[str | PrecisionProfile],  # the reference first
     *,
-    bands: int = 0,            # repetitions for the noise bands (they run, and lie in memory, beside the others), and seeds
+    bands: int = 0,            # repetitions for the noise bands (beside the others, in memory too), and other seeds
     distance_every: int = 10,  # steps between comparisons of the weights; 0: never
     folder: str | Path | None = None,  # where run logs and comparison.json go; None: nowhere
     source: Source | None = None,      # opened data, if they are there already

@@ -197,18 +197,18 @@ def candidates(kind: str) -> tuple[Candidate, ...]:
     return (*ELEMENTWISE, *_products(F16, BF16), ROWS_ADDED, *SUMS) if kind == "cuda" else ()
 
 # %% ../nbs/05_device.ipynb #4947a413
-def _tf32(owner: Any, newer: Any) -> tuple[Any, str, Any]:
-    """TF32's switch and its off value; torch has two names for it, the older is unreadable once the newer was set."""
-    try: return (owner, "allow_tf32", owner.allow_tf32 and False)
-    except RuntimeError: return (newer, "fp32_precision", "ieee")
+def _tf32(owner: Any, newer: Any, on: bool) -> tuple[Any, str, Any]:
+    """TF32's switch and its value; torch has two names for it, the older is unreadable once the newer was set."""
+    try: return (owner, "allow_tf32", (owner.allow_tf32 and False) or on)
+    except RuntimeError: return (newer, "fp32_precision", "tf32" if on else "ieee")
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Products and convolutions in IEEE f32, half ones with f32 sums; torch's switches are restored afterwards."""
+def exact_products(tf32: bool = False) -> Iterator[None]:
+    """Half products with f32 sums, f32 ones in IEEE f32 (or TF32); torch's switches are restored afterwards."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     half = [f"allow_{name}" for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
                                          "fp16_accumulation")]
-    switches = [_tf32(matmul, matmul), _tf32(cudnn, cudnn.conv), *((matmul, name, False) for name in half)]
+    switches = [_tf32(matmul, matmul, tf32), _tf32(cudnn, cudnn.conv, tf32), *((matmul, name, False) for name in half)]
     before = [getattr(owner, name) for owner, name, _ in switches]
     try:
         for owner, name, off in switches: setattr(owner, name, off)

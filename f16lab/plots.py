@@ -104,11 +104,13 @@ def smoothed(values: Mapping[int, float], window: int) -> dict[int, float]:
 SMALLEST = 1e-9  # a deviation below this is drawn here: a logarithm has no zero
 
 def add_bands(fig: go.Figure, comparison: Comparison) -> None:
-    """Shade what noise explains, one band for each noisy profile."""
-    for i, band in enumerate(comparison.bands):
+    """Shade what noise explains, one band for each noisy profile, in the colour of the first contender it judges."""
+    for band in comparison.bands:
+        judged = [c for c in comparison.contenders if c.band == band.name]
+        color = color_of(comparison, judged[0]) if judged else COLORS[0]
         width = {k: max(w, SMALLEST) for k, w in band_width(band, comparison.reference).items()}
-        style = dict(dash=("dot", "dash", "dashdot")[i % 3], fill="tozeroy", fillcolor=faded("#787878", 0.12))
-        fig.add_traces(curve(width, f"noise of {label(band.name)}", "#999999", width=1, hoverinfo="skip", **style))
+        style = dict(width=1.3, dash="dot", hoverinfo="skip", fill="tozeroy", fillcolor=faded(color, 0.06))
+        fig.add_traces(curve(width, f"noise of {label(band.name)}", color, **style))
 
 # %% ../nbs/18_plots.ipynb #e7bc3fe3
 def deviation_figure(comparison: Comparison) -> go.Figure:
@@ -122,7 +124,7 @@ def deviation_figure(comparison: Comparison) -> go.Figure:
         calm = smoothed(found, max(3, len(found) // 20))
         fig.add_traces(curve(calm, name, color, floor=SMALLEST, width=2.5, hovertemplate="%{y:.1e}"))
     look(fig, f"Deviation of the training loss from {label(ref.name)} (relative; thick: running median)",
-         xaxis_title="step", yaxis=dict(title="|loss − reference| / reference", type="log"))
+         xaxis_title="step", yaxis=dict(title="|loss − reference| / reference", type="log", dtick=1))
     return fig.update_yaxes(range=log_range([y for t in fig.data if t.line.width != 1 for y in t.y or ()]))
 
 def log_range(values: Iterable[float | None]) -> list[float] | None:
@@ -296,7 +298,8 @@ def tensor_rows(contender: Contender, count: int = 8) -> list[dict[str, Any]]:
         known = [x for t in stats if math.isfinite(x := float(getattr(t, what)))]
         return sum(known) / len(known) if known else math.nan
 
-    rows = [{"tensor": name, **{what: mean(stats, what) for what in TENSOR_COLUMNS[1:]}} for name, stats in seen.items()]
+    rows = [{"tensor": name, **{what: mean(stats, what) for what in TENSOR_COLUMNS[1:]}}
+            for name, stats in seen.items()]
     return sorted(rows, key=lambda row: (math.isnan(row["efficiency"]), row["efficiency"]))[:count]
 
 # %% ../nbs/18_plots.ipynb #6c9d175d

@@ -87,8 +87,8 @@ EXPLAINED = {  # figure → (heading, what a newcomer should know)
     "loss": ("The loss", "All contenders started from the same weights and saw the same batches. Where the lines cover "
              "each other, precision did not matter at this scale; the next figure looks closer."),
     "deviation": ("How far from the reference", "The same losses as relative distance from the first contender. A line "
-                  "that stays level is noise of rounding; one that climbs is drift. Grey is what repetitions with "
-                  "other rounding noise differ by, if that was measured."),
+                  "that stays level is noise of rounding; one that climbs is drift. Below a dotted line lies "
+                  "what repetitions with other rounding noise differ by, if that was measured."),
     "norm": ("Gradient and loss scale", "In f16 small gradients vanish, so the loss is multiplied before the backward "
              "pass, and the gradients are divided afterwards. If one overflows, the step is skipped and the scale is "
              "halved."),

@@ -268,7 +268,7 @@ def outcome_spread(finals: Iterable[float]) -> float:
 # %% ../nbs/16d_verdict.ipynb #e5f13f3f
 def percent(x: float) -> str:
     """A share in per cent, two significant digits."""
-    return f"{100 * x:.2g} %"
+    return f"{100 * x:.2g}%"
 
 def seed_words(comparison: Comparison, contender: Contender) -> str:
     """The final loss beside those of other seeds, as half a sentence; '' if there are none."""

@@ -61,7 +61,7 @@ def test_repetitions_with_nan_judge_nobody_good():
 
 def test_the_step_and_the_words():
     v = judged([x * (1.02 if s >= 40 else 1) for s, x in enumerate(TRUE)])
-    assert v.step == 40 and "at step 40" in v.words and "deviation 2 %" in v.words and "3 runs of noise" in v.words
+    assert v.step == 40 and "at step 40" in v.words and "deviation 2%" in v.words and "3 runs of noise" in v.words
 
 
 def test_a_short_run_is_judged_by_what_it_has():
@@ -72,7 +72,7 @@ def test_a_short_run_is_judged_by_what_it_has():
 def test_without_a_band_nothing_is_judged():
     c = run("c", [x * 1.001 for x in TRUE], evals=(EvalRecord(N, 2.1, 9),))
     v = verdict(Comparison((replace(run("f32", TRUE), evals=(EvalRecord(N, 2.0, 9),)), c)), c)
-    assert v.kind == "not judged" and "0.1 %" in v.words and "not measured" in v.words and "5 % off" in v.words
+    assert v.kind == "not judged" and "0.1%" in v.words and "not measured" in v.words and "5% off" in v.words
     assert verdict(Comparison((run("f32", TRUE), same := run("same", TRUE))), same).kind == "identical"
 
 
@@ -114,7 +114,7 @@ def test_first_layer_counts_storage_as_no_drift():
 
 def test_seed_words():
     ref, c = run("f32", [2.0]), run("c", [2.1])
-    assert seed_words(Comparison((ref, c), seed_finals=(2.2, 2.1)), c) == "; its final loss is 5 % off, while 3 f32 seeds differ by 9.5 %"
+    assert seed_words(Comparison((ref, c), seed_finals=(2.2, 2.1)), c) == "; its final loss is 5% off, while 3 f32 seeds differ by 9.5%"
     assert seed_words(Comparison((ref, c)), c) == ""
     assert math.isnan(outcome_spread([1.0, math.nan])) and math.isnan(outcome_spread([])) and outcome_spread([1.0, 3.0]) == 1.0
 
@@ -150,8 +150,8 @@ def test_alarms():
     c = Contender("c", "f16", steps=steps, sizes={"w": 2000})
     assert flushed_share(c) == 0.125
     said = " ".join(verdict(Comparison((c,)), c).alarms)
-    for words in ("Only 10 %", "w: 10 %", "not finite at 1 of 4 steps, first at step 3", "2 of 4 steps were skipped (non-finite)", "8 moments were clamped",
-                  "12 % of the moments became 0"):
+    for words in ("Only 10%", "w: 10%", "not finite at 1 of 4 steps, first at step 3", "2 of 4 steps were skipped (non-finite)", "8 moments were clamped",
+                  "12% of the moments became 0"):
         assert words in said
     assert verdict(Comparison((run("f32", TRUE),)), run("f32", TRUE)).alarms == ()
 

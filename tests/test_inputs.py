@@ -84,7 +84,8 @@ def test_what_is_no_text_is_refused(tmp_path):
 # ---------------------------------------------------------------- models
 def test_vocabulary_and_classes_come_from_the_data(markov, digits, folder):
     text = open_source(DataSettings(str(folder)))
-    assert fit_model(ModelSettings("tiny"), markov).vocab_size == 32 and fit_model(ModelSettings("tiny"), text).vocab_size == 257
+    assert fit_model(ModelSettings("tiny"), markov).vocab_size == 32
+    assert fit_model(ModelSettings("tiny"), text).vocab_size == 257
     mlp, cnn = fit_model(ModelSettings("mlp"), digits), fit_model(ModelSettings("cnn", dropout=0.1), digits)
     assert isinstance(mlp, MLPConfig) and (mlp.image, mlp.classes) == ((1, 8, 8), 10)
     assert isinstance(cnn, CNNConfig) and (cnn.dropout, cnn.classes) == (0.1, 10)
@@ -111,15 +112,17 @@ def test_models_that_do_not_fit(settings, images, words, markov, digits):
 
 
 def test_the_encoder_is_built_by_hand(markov):
-    with pytest.raises(ValueError, match="model 'encoder' is built by hand"): open_inputs(BASE.with_(model="encoder"), markov)
+    with pytest.raises(ValueError, match="model 'encoder' is built by hand"):
+        open_inputs(BASE.with_(model="encoder"), markov)
 
 
 # ---------------------------------------------------------------- loaders
 def test_both_sides(markov):
     c = BASE.with_(batch=4, accumulate=3, seed=7, context=32)
     i = open_inputs(c, markov)
-    assert isinstance(i.train, TokenLoader) and (i.train.batch_size, i.train.step_batches, i.train.context) == (4, 3, 32)
-    assert (i.val.batch_size, i.val.step_batches) == (4, 1) and i.train.data is markov.train and i.val.data is markov.val
+    assert isinstance(i.train, TokenLoader) and i.train.data is markov.train and i.val.data is markov.val
+    assert (i.train.batch_size, i.train.step_batches, i.train.context) == (4, 3, 32)
+    assert (i.val.batch_size, i.val.step_batches) == (4, 1)
     expected = TokenLoader(markov.train, 4, 32, 7, True, 3)
     assert torch.equal(i.train.batch(5).inputs, expected.batch(5).inputs)
 
@@ -127,7 +130,8 @@ def test_both_sides(markov):
 def test_evaluation_reads_in_plain_order_training_in_keyed_order(markov):
     i = open_inputs(BASE, markov)
     ids = markov.val.shards[0].astype(np.int64)
-    assert (i.val.batch(0).inputs.flatten().numpy() == ids[:8 * 64]).all() and (i.val.batch(0).targets.flatten().numpy() == ids[1:8 * 64 + 1]).all()
+    inputs, targets = (x.flatten().numpy() for x in (i.val.batch(0).inputs, i.val.batch(0).targets))
+    assert (inputs == ids[:8 * 64]).all() and (targets == ids[1:8 * 64 + 1]).all()
     assert i.train.batch(0).samples.tolist() != list(range(8))
     plain = open_inputs(BASE.with_(shuffle=False), markov)
     assert plain.train.batch(0).samples.tolist() == list(range(8))
@@ -149,8 +153,10 @@ def test_a_source_may_be_shared(markov):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(batch=100_000), "6249 samples, one step takes 100000"), (dict(batch=1000, accumulate=7), "one step takes 7000 .7 micro-batches of 1000"),
-    (dict(context=1_000_000), "one window of context 1000000 takes 1000001"), (dict(batch=1000), "markov val.*624 samples")])
+    (dict(batch=100_000), "6249 samples, one step takes 100000"),
+    (dict(batch=1000, accumulate=7), "one step takes 7000 .7 micro-batches of 1000"),
+    (dict(context=1_000_000), "one window of context 1000000 takes 1000001"),
+    (dict(batch=1000), "markov val.*624 samples")])
 def test_data_that_are_too_short(changes, words, markov):
     with pytest.raises(ValueError, match=words) as e: open_inputs(BASE.with_(**changes), markov)
     assert "\n" not in str(e.value)

@@ -9,7 +9,7 @@ import pytest
 from f16lab.events import CastRow, EvalRecord, StepRecord, TensorStat
 from f16lab.plots import (CAST_COLUMNS, COLORS, FIGURES, MAX_POINTS, SMALLEST, cast_color, cast_path, cast_table, cast_tree, cast_treemap, color_of,
                           curve, deviation_figure, distance_figure, distance_map, efficiency_figure, figures, label, loss_figure, lost_shares,
-                          mean_casts, memory_figure, norm_figure, smoothed, speed_figure, top_casts)
+                          mean_casts, memory_figure, norm_figure, smoothed, speed_figure, tensor_rows, top_casts)
 from f16lab.verdict import Band, Comparison, Contender, Distances
 
 EVIL = '<img src=x onerror=alert(1)></script><script>alert(1)</script>'
@@ -176,6 +176,13 @@ def test_efficiency_figure():
     upper, lower = traces(fig, name="f16")
     assert upper.y[0] == pytest.approx(0.625) and lower.y[0] == pytest.approx(0.1875) and lost_shares(contender())[0] == pytest.approx(0.1875)
     assert [shape.y0 for shape in fig.layout.shapes] == [0.5]
+
+
+def test_tensor_rows():
+    stats = ((TensorStat("b", 0.9), TensorStat("a", 0.2, lost=0.5, flushed=3), TensorStat("n", math.nan)), (TensorStat("a", 0.4, lost=1.0),))
+    rows = tensor_rows(Contender("c", "f16", steps=tuple(StepRecord(s, 1.0, tensors=t) for s, t in enumerate(stats))))
+    assert [row["tensor"] for row in rows] == ["a", "b", "n"] and rows[0]["efficiency"] == pytest.approx(0.3) and rows[0]["lost"] == 0.75
+    assert rows[0]["flushed"] == 1.5 and math.isnan(rows[2]["efficiency"]) and len(tensor_rows(contender(), 1)) == 1
 
 
 def test_memory_and_speed():

@@ -73,7 +73,7 @@ def test_the_page_is_whole_and_needs_no_network():
 
 def test_what_a_reader_looks_for_is_there():
     text = Checked(own(report_html(PAIR))).text
-    for words in ("Which numbers may be small?", "2 contenders in lockstep", "device cpu", "Deviates from f32 by at most 0.1 %", "a note", "steps = 40",
+    for words in ("Which numbers may be small?", "2 contenders in lockstep", "device cpu", "Deviates from f32 by at most 0.1%", "a note", "steps = 40",
                   "torch", "2.13", "ab" * 32, "run.steps", *COLUMNS, *(head for head, _ in EXPLAINED.values())):
         assert words in text, words
 

@@ -1,4 +1,4 @@
-"""The training loop: every preset learns, looking changes nothing, a skipped step is none, micro-batches weigh by tokens."""
+"""The training loop: every preset learns, looking changes nothing, a skipped step is none, tokens weigh alike."""
 import json
 import math
 import subprocess
@@ -91,12 +91,13 @@ def test_what_matters_is_in_the_digest(part):
 
 
 def test_dropout_noise_belongs_to_the_place_in_the_step():
-    """Any way to share the micro-batches of a step drops the same: the noise knows the place in the step, not who works."""
+    """However micro-batches are shared, the same is dropped: the noise knows the place in the step, not who works."""
     t = trainer("f32", accumulate=2, dropout=0.5)
     seen, real = [], t.loss
     t.loss = lambda *a, draw, **k: (seen.append(draw), real(*a, draw=draw, **k))[1]
     t.step(), t.step()
-    assert [(d.seed, d.step, d.micro, d.sample0) for d in seen] == [(0, 0, 0, 0), (0, 0, 1, 4), (0, 1, 0, 0), (0, 1, 1, 4)]
+    places = [(d.seed, d.step, d.micro, d.sample0) for d in seen]
+    assert places == [(0, 0, 0, 0), (0, 0, 1, 4), (0, 1, 0, 0), (0, 1, 1, 4)]
 
 
 # ---------------------------------------------------------------- a skipped step
@@ -127,7 +128,8 @@ def test_a_skipped_step_is_a_no_op(profile):
 
 def test_the_state_of_each_profile_holds_what_a_skip_must_keep():
     """So that the test above looks at something."""
-    kinds = {p: {n.split("/")[0] for n in tensors(trainer(p)) if n.startswith("optimizer")} for p in ("f32", "bf16", KAHAN)}
+    names = {p: tensors(trainer(p)) for p in ("f32", "bf16", KAHAN)}
+    kinds = {p: {n.split("/")[0] for n in held if n.startswith("optimizer")} for p, held in names.items()}
     assert kinds == {"f32": {"optimizer.m", "optimizer.v"}, "bf16": {"optimizer.m", "optimizer.v", "optimizer.master"},
                      KAHAN: {"optimizer.m", "optimizer.v", "optimizer.compensation"}}
     assert {entry["S"] for entry in numbers(trainer("all_f16")).values()} == {1024.0}
@@ -507,13 +509,14 @@ def test_images_train_and_all_of_them_are_judged(images):
     t = image_run("f16", images)
     assert isinstance(t.inputs.model, CNNConfig)
     before = accuracy(t)
-    assert before < 0.5 and math.isclose(before * 297, round(before * 297), abs_tol=1e-9)  # all 297, not 11 batches of 25
+    assert before < 0.5 and math.isclose(before * 297, round(before * 297), abs_tol=1e-9)  # of all, not of 11 batches
     first, *_, last = losses(t, 30)
     assert last < first - 0.5 and accuracy(t) > before
 
 
 def test_images_have_no_samples(images):
-    with pytest.warns(UserWarning, match="sample_every=1 has no effect"): t = image_run("f32", images, sample_every=1, steps=2)
+    with pytest.warns(UserWarning, match="sample_every=1 has no effect"):
+        t = image_run("f32", images, sample_every=1, steps=2)
     assert kinds(list(steps(t))) == "ss!"
 
 
@@ -550,7 +553,8 @@ def test_speed_and_utilisation():
     for r in records:
         assert r.tokens_per_second == pytest.approx(64 / r.seconds)
         assert r.extra["mfu"] == pytest.approx(t.model.flops_per_token() * r.tokens_per_second / 1e9)
-    assert "seconds_average" not in records[0].extra and records[1].extra["seconds_average"] == pytest.approx(records[1].seconds)
+    assert "seconds_average" not in records[0].extra
+    assert records[1].extra["seconds_average"] == pytest.approx(records[1].seconds)
     assert "mfu" not in trainer().step().extra
 
 

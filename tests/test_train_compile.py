@@ -32,7 +32,8 @@ def test_aot_eager_is_equal_in_every_bit(profile):
     assert compiled.digest() == plain.digest() and [r.loss for r in records] == [r.loss for r in others]
     evaluate(compiled), sample(compiled)
     assert compiled.digest() == plain.digest()
-    traced, eager = ({(c.layer, c.op, c.operand, c.src, c.dst) for c in r.casts if c.phase == "train"} for r in (records[0], others[0]))
+    traced, eager = ({(c.layer, c.op, c.operand, c.src, c.dst) for c in r.casts if c.phase == "train"}
+                     for r in (records[0], others[0]))
     assert traced == eager  # the ledger is filled while the loss is traced
 
 
@@ -58,7 +59,8 @@ def test_narrow_parameters_are_warned_of(profile):
 
 
 def test_dropout_is_refused_before_the_start():
-    with pytest.raises(NotImplementedError, match="use dropout=0 or compile=none"): trainer(compile="aot_eager", dropout=0.1)
+    with pytest.raises(NotImplementedError, match="use dropout=0 or compile=none"):
+        trainer(compile="aot_eager", dropout=0.1)
 
 
 def test_equal_grad_and_param_need_no_warning():

@@ -1,4 +1,4 @@
-"""Small runs that several test files share, in this process or in a fresh one: `python tests/train_runs.py resume FOLDER`."""
+"""Small runs for several test files, in this process or a fresh one: `python tests/train_runs.py resume FOLDER`."""
 import json
 import sys
 import warnings
@@ -29,7 +29,8 @@ def source(tokens: int = 12_000) -> Source:
 
 def small(profile: str = "f32", **changes) -> TrainConfig:
     """One block of 32 channels on 4 windows of 16 tokens, 30 steps."""
-    shape = dict(data="markov", device="cpu", layers=1, heads=2, channels=32, context=16, batch=4, steps=30, lr=3e-3, eval_every=0)
+    shape = dict(data="markov", device="cpu", layers=1, heads=2, channels=32, context=16, batch=4, steps=30, lr=3e-3,
+                 eval_every=0)
     return TrainConfig(profile).with_(**{**shape, **changes})
 
 
@@ -59,8 +60,8 @@ def load(folder: Path, name: str) -> State:
 
 
 # ---------------------------------------------------------------- a run with everything that has a state
-RICH = dict(dropout=0.1, accumulate=2, schedule="cosine", warmup=3, final_fraction=0.1, skip_loss_z=1.2, skip_norm_z=1.2,
-            weight_decay=0.1, meters_every=3, steps=14, sample_tokens=4)
+RICH = dict(dropout=0.1, accumulate=2, schedule="cosine", warmup=3, final_fraction=0.1, skip_loss_z=1.2,
+            skip_norm_z=1.2, weight_decay=0.1, meters_every=3, steps=14, sample_tokens=4)
 STOP = 6  # the run is interrupted after so many steps
 FEW_TOKENS = 1 + 16 * 4 * 2 * 4  # four optimizer steps an epoch
 
@@ -72,7 +73,7 @@ def rich_source() -> Source:
 
 
 def rich(profile: str) -> Trainer:
-    """Dropout, two micro-steps, warm-up, outlier windows that are full at once, a scale that soon grows, short epochs."""
+    """Dropout, two micro-steps, warm-up, outlier windows that are soon full, a scale that soon grows, short epochs."""
     t = Trainer(small(profile, **RICH), rich_source())
     short = {name: replace(getattr(t.gate, name), window=4) for name in ("loss_outlier", "norm_outlier")}
     t.gate = replace(t.gate, **short, loss_scale=replace(t.gate.loss_scale, interval=4))
