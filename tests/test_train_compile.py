@@ -37,6 +37,7 @@ def test_aot_eager_is_equal_in_every_bit(profile):
     assert traced == eager  # the ledger is filled while the loss is traced
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13 dynamo makes a graph for each new loss scale")
 def test_a_changing_loss_scale_compiles_once_more_and_no_step_does():
     pair = [trainer("master_weights", compile=how) for how in ("aot_eager", "none")]
     torch._dynamo.utils.counters.clear()
