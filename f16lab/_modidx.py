@@ -1090,6 +1090,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'f16lab.train.obey': ('train.html#obey', 'f16lab/train.py'),
                               'f16lab.train.on_device': ('train.html#on_device', 'f16lab/train.py'),
                               'f16lab.train.planned': ('train.html#planned', 'f16lab/train.py'),
+                              'f16lab.train.products': ('train.html#products', 'f16lab/train.py'),
                               'f16lab.train.replay': ('train.html#replay', 'f16lab/train.py'),
                               'f16lab.train.reports': ('train.html#reports', 'f16lab/train.py'),
                               'f16lab.train.resumed_gate': ('train.html#resumed_gate', 'f16lab/train.py'),

@@ -225,8 +225,8 @@ def demo(profiles: str, steps: int, bands: int, device: str, out: str | None, ev
     """A comparison with everything chosen."""
     from f16lab.config import TrainConfig
     config = TrainConfig().with_(layers=4, heads=4, channels=128, context=128, batch=8, steps=steps, device=device,
-                                 schedule="cosine", warmup=steps // 4, lr=5e-4,
-                                 eval_every=max(1, steps // 2), eval_batches=4, meters_every=max(1, min(10, steps // 5)))
+                                 schedule="cosine", warmup=steps // 4, lr=5e-4, eval_every=max(1, steps // 2),
+                                 eval_batches=4, meters_every=max(1, min(10, steps // 5)))
     return contest(config, profiles, (), out, bands, every, "demo")
 
 # %% ../nbs/21_cli.ipynb #07b60560

@@ -65,7 +65,7 @@ def test_wheel_tells_its_needs_and_commands(wheel):
     assert "Requires-Python: <3.14,>=3.11" in text["METADATA"]
     core = [line for line in text["METADATA"].splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
     assert sorted(line.split()[1].split(">")[0] for line in core) == [
-        "click", "numpy", "plotly", "rich", "safetensors", "torch"]
+        "click", "numpy", "plotly", "rich", "safetensors", "tomli-w", "torch"]
 
 
 def test_installed_package_imports_without_the_source_tree(installed, tmp_path):
