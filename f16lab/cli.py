@@ -213,7 +213,7 @@ f16lab demo
 f16lab demo --device cuda --steps 300
 """
 
-DEMO_PROFILES, DEMO_STEPS = "f32,f16,bf16,all_f16,torch_amp", 100
+DEMO_PROFILES, DEMO_STEPS = "f32,f16,bf16,all_f16,torch_amp", 80
 
 DEMO_HELP = """Train a small GPT in several precisions side by side, and write a report.
 
