@@ -7,6 +7,8 @@ __all__ = ['convert_recorded', 'round_in_register', 'Ledger', 'collect_gradient'
            'assert_no_casts']
 
 # %% ../nbs/04_cast.ipynb #2ed986f2
+import threading
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from .rounding import Key, convert_stochastic
 
 # %% ../nbs/04_cast.ipynb #0727b8b7
 _listeners: tuple["Ledger", ...] = ()  # rebound, never mutated; empty means that nobody pays for bookkeeping
+_entering = threading.Lock()  # two threads may open ledgers at once
 
 def _tell(x: Tensor, p: Precision, layer: str, op: str, operand: str, direction: str, reason: str) -> None:
     """Tell every listener that `x` was cast to `p`."""
@@ -80,7 +83,7 @@ class Ledger:
 
     def rows(self) -> tuple[CastRow, ...]:
         """What was counted, in the order of first appearance."""
-        return tuple(_row(key, n) for key, n in self._counts.items())
+        return tuple(_row(key, n) for key, n in list(self._counts.items()))
 
     @property
     def count(self) -> int:
@@ -94,16 +97,16 @@ class Ledger:
 
     def clear(self) -> None:
         """Forget what was counted, keep listening."""
-        self._counts.clear()
+        self._counts = {}
 
     def __enter__(self) -> "Ledger":
         global _listeners
-        _listeners = (*_listeners, self)
+        with _entering: _listeners = (*_listeners, self)
         return self
 
     def __exit__(self, *exc) -> None:
         global _listeners
-        _listeners = tuple(ledger for ledger in _listeners if ledger is not self)
+        with _entering: _listeners = tuple(ledger for ledger in _listeners if ledger is not self)
 
 # %% ../nbs/04_cast.ipynb #480e9476
 def collect_gradient(x: torch.nn.Parameter, p: Precision) -> torch.nn.Parameter:
