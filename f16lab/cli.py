@@ -213,12 +213,12 @@ f16lab demo
 f16lab demo --device cuda --steps 300
 """
 
-DEMO_PROFILES, DEMO_STEPS = "f32,f16,bf16,all_f16,torch_amp", 80
+DEMO_PROFILES, DEMO_STEPS = "f32,f16,bf16,all_f16,torch_amp", 50
 
 DEMO_HELP = """Train a small GPT in several precisions side by side, and write a report.
 
 The model has 4 layers, 4 heads and 128 channels; it reads 8 sequences of 128 bytes a step from the source text of
-Python's standard library. On two CPU cores it takes about two minutes. The last line says where report.html is;
+Python's standard library. On two CPU cores it takes two or three minutes. The last line says where report.html is;
 nothing is opened."""
 
 def demo(profiles: str, steps: int, bands: int, device: str, out: str | None, every: int) -> int:
@@ -324,7 +324,7 @@ def report(run: str, out: str | None) -> int:
 VERBS: Mapping[str, tuple[str, Callable[[], click.Command]]] = {
     "train": ("train a model in one precision profile", train_command),
     "compare": ("train several profiles side by side, and judge them", compare_command),
-    "demo": ("a comparison with everything chosen, in about two minutes", demo_command),
+    "demo": ("a comparison with everything chosen, in two or three minutes", demo_command),
     "data": ("turn text into token shards, or check shards", data_command),
     "doctor": ("what this machine can do, and by which path", doctor_command),
     "report": ("the HTML report of a run or a comparison", report_command)}
@@ -332,7 +332,7 @@ VERBS: Mapping[str, tuple[str, Callable[[], click.Command]]] = {
 HELP = """Which numbers may be small? Train real models in any mix of f16, bf16 and f32, and see what it does.
 
 \b
-f16lab demo                              a first look, in about two minutes
+f16lab demo                              a first look, in two or three minutes
 f16lab train --f16 --steps 100           one run
 f16lab compare --profiles f32,f16,bf16   several, side by side
 f16lab train --help                      all settings and presets
