@@ -403,7 +403,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'f16lab.grads.gate_state': ('grads.html#gate_state', 'f16lab/grads.py'),
                               'f16lab.grads.grad_stats': ('grads.html#grad_stats', 'f16lab/grads.py'),
                               'f16lab.grads.in_order': ('grads.html#in_order', 'f16lab/grads.py'),
-                              'f16lab.grads.micro_steps': ('grads.html#micro_steps', 'f16lab/grads.py'),
                               'f16lab.grads.power_of_two': ('grads.html#power_of_two', 'f16lab/grads.py')},
             'f16lab.groups': { 'f16lab.groups.Columns': ('groups.html#columns', 'f16lab/groups.py'),
                                'f16lab.groups.Columns.rows': ('groups.html#columns.rows', 'f16lab/groups.py'),

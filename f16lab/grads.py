@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BLOCK', 'Gather', 'BlockExtents', 'BlockTables', 'FlatLayout', 'GradBuffer', 'block_square_sums', 'in_order',
            'GradStats', 'grad_stats', 'first_nonfinite', 'f32', 'clip_factor', 'power_of_two', 'LossScale',
-           'TooManySkips', 'OutlierDetector', 'Decision', 'StepGate', 'gate_state', 'gate_from_state', 'micro_steps']
+           'TooManySkips', 'OutlierDetector', 'Decision', 'StepGate', 'gate_state', 'gate_from_state']
 
 # %% ../nbs/10_grads.ipynb #6c69c206
 import math
@@ -390,20 +390,3 @@ def gate_from_state(state: Mapping[str, Any]) -> StepGate:
         return StepGate(LossScale(**state["loss_scale"]), **detectors, max_norm=state["max_norm"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"not the state of a step gate ({error}); expected the entries of gate_state()") from error
-
-# %% ../nbs/10_grads.ipynb #5bb848a1
-def micro_steps(
-    tokens: int,  # of one optimizer step, all ranks
-    batch: int,  # sequences in a micro-batch
-    context: int,  # tokens in a sequence
-    world: int = 1,  # ranks
-) -> int:
-    """Micro-steps of each rank in one optimizer step; ValueError when the batch arithmetic does not come out even."""
-    each = batch * context * world
-    if each < 1 or tokens < 1:
-        raise ValueError(f"tokens={tokens}, batch={batch}, context={context}, world={world}: all must be at least 1")
-    if tokens % each:
-        near = max(1, round(tokens / each)) * each
-        raise ValueError(f"{tokens} tokens a step are {tokens / each:.2f} micro-steps of batch {batch} × context "
-                         f"{context} on {world} ranks; choose a multiple of {each}, such as {near}")
-    return tokens // each

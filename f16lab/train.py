@@ -343,7 +343,7 @@ def accuracy(trainer: Trainer) -> float:
     for at in range(0, loader.order.count, loader.batch_size):
         rows = loader.rows(torch.arange(at, min(at + loader.batch_size, loader.order.count)))
         inputs, targets = (transfer(t, trainer.device) for t in rows)
-        right += int((trainer.model.logits(inputs).argmax(-1) == targets).sum())
+        with products(trainer): right += int((trainer.model.logits(inputs).argmax(-1) == targets).sum())
         seen += int((targets != IGNORE_INDEX).sum())
     return right / seen if seen else math.nan
 
@@ -352,7 +352,7 @@ def sample(trainer: Trainer) -> SampleRecord:
     """Text (or token ids) that the model writes after the end-of-text token."""
     tokenizer, run = trainer.inputs.tokenizer, trainer.config.run
     prompt = [tokenizer.end_of_text if tokenizer else 0]
-    ids = generate(trainer.model, prompt, run.sample_tokens, seed=run.seed).tolist()[1:]
+    with products(trainer): ids = generate(trainer.model, prompt, run.sample_tokens, seed=run.seed).tolist()[1:]
     return SampleRecord(trainer.step_number, tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)))
 
 # %% ../nbs/14_train.ipynb #86f8a1f9

@@ -10,9 +10,10 @@ import torch
 from torch.nn import Parameter
 
 from f16lab.cast import cast
+from f16lab.data import micro_steps
 from f16lab.grads import (BLOCK, FlatLayout, GradBuffer, GradStats, LossScale, OutlierDetector, StepGate, TooManySkips,
                           block_square_sums, clip_factor, f32, first_nonfinite, gate_from_state, gate_state, grad_stats,
-                          in_order, micro_steps, power_of_two)
+                          in_order, power_of_two)
 from f16lab.precision import BF16, F16, F32, F64
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "llmc_training.json").read_text())
