@@ -42,6 +42,7 @@ class DispatchTable:
     f32: Path = Path.NATIVE  # f32 and f64: the plain torch operator, or (BOUNDARY) our own forward and backward
     why: tuple[tuple[str, str], ...] = ()    # (operator direction precision, reason) of each refusal
     notes: tuple[tuple[str, str], ...] = ()  # (operator direction precision, known limit of a path that is used)
+    kernels: bool = False    # our own CUDA kernels go first, for the operators that have them
 
     def __post_init__(self):
         object.__setattr__(self, "_lookup", {(op, side, p.dtype): path for (op, side, p), path in self.paths})
@@ -228,7 +229,8 @@ def ask_device(kind: str, asked: Iterable[Candidate] | None = None) -> DispatchT
                 if reason: why.append((name, reason))
                 else: paths.append(((c.op, c.direction, p), Path.NATIVE))
                 if not reason and c.note and (note := c.note(c.native, p, kind)): notes.append((name, note))
-    return DispatchTable(tuple(paths), why=tuple(why), notes=tuple(notes))
+    own = kind == "cuda" and cupy_finding().status == "ok"
+    return DispatchTable(tuple(paths), why=tuple(why), notes=tuple(notes), kernels=own)
 
 # %% ../nbs/05_device.ipynb #b21c8853
 _tables: dict[str, DispatchTable] = {}  # a fact of the machine, asked once per process; `using_table` swaps it
@@ -321,7 +323,8 @@ def table_findings(kind: str) -> tuple[Finding, ...]:
         named = ", ".join(ops) or "nothing"
         out.append(Finding(f"{kind} {p.tag}", "info", f"native: {named}; all else at the boundary (← = backward)"))
     told = [("refused", *line) for line in table.why] + [("limit", *line) for line in table.notes]
-    return (*out, *(Finding(f"{kind} {what}", "info", f"{name}: {text}") for what, name, text in told))
+    own = [Finding(f"{kind} kernels", "info", "our own CUDA kernels go before native operators")] if table.kernels else []
+    return (*own, *out, *(Finding(f"{kind} {what}", "info", f"{name}: {text}") for what, name, text in told))
 
 # %% ../nbs/05_device.ipynb #5fb58979
 def doctor() -> tuple[Finding, ...]:

@@ -12,7 +12,7 @@
 #else
 #include <cmath>
 #include <cstring>
-#define F16LAB_FN static inline
+#define F16LAB_FN inline
 #endif
 
 namespace f16lab {
