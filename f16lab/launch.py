@@ -87,7 +87,7 @@ def blocks_of(device: torch.device, per_multiprocessor: int = 8) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * per_multiprocessor
 
 # %% ../nbs/05a_launch.ipynb #1b725699
-def launch(file: str, expression: str, device: torch.device, blocks: int, *arguments) -> None:
+def launch(file: str, expression: str, device: torch.device, blocks: int, *arguments, threads: int = THREADS) -> None:
     """Queue a kernel on torch's current stream of `device`; tensors are passed as pointers (None as a null one)."""
     import cupy
     function = kernel(file, expression, device.index)
@@ -95,7 +95,7 @@ def launch(file: str, expression: str, device: torch.device, blocks: int, *argum
     with cupy.cuda.Device(device.index):
         adopt = getattr(cupy.cuda.Stream, "from_external", None)  # since CuPy 14; before it by the raw handle
         with adopt(stream) if adopt else cupy.cuda.ExternalStream(stream.cuda_stream):
-            function((blocks,), (THREADS,), tuple(_argument(a) for a in arguments))
+            function((blocks,), (threads,), tuple(_argument(a) for a in arguments))
 
 def _argument(a):
     """A tensor as its address; numbers as they are (numpy types say how wide)."""

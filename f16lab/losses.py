@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import Path, table_for
+from .loss_kernels import cross_entropy_both, cross_entropy_gradients, cross_entropy_losses, host_and_device
 from .matmul import product
 from .operators import precision_of, work_of
-from .precision import F32, F64, Precision
+from .precision import BF16, F16, F32, F64, Precision
 from .rows import blocksum
 
 # %% ../nbs/06e_losses.ipynb #27c93555
@@ -87,14 +88,32 @@ def _is_plain(p: Precision, device: torch.device) -> bool:
     return (p is F32 or p is F64) and table_for(device.type).f32 is Path.NATIVE
 
 # %% ../nbs/06e_losses.ipynb #26b8138c
+def _own_kernel(p: Precision, x: Tensor) -> bool:
+    """Whether our own kernel computes a loss in `p` of `x`: the table has kernels and `x` needs no rounding."""
+    return table_for(x.device.type).kernels and p is not F64 and p.holds(Precision.of(x))
+
+def _direct_gradient(z: Tensor, targets: Tensor, lse: Tensor, g: Tensor, p: Precision, o: LossOptions,
+                     grad_dtype: torch.dtype) -> Tensor:
+    """The gradient by our own kernel, rounded once to P (where P is f32: to what collects it)."""
+    number, tensor = host_and_device(o.weight, o.scale)
+    factor = torch.as_tensor(number, dtype=F32.dtype, device=z.device) * g
+    dtype = grad_dtype if p is F32 else p.dtype
+    return cross_entropy_gradients(z, targets, lse, factor if tensor is None else factor * tensor, o.classes,
+                                   o.ignore_index, dtype)
+
 class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits in P and the log-sum-exps in f32; the backward rounds its gradient once to P."""
 
     @staticmethod
     def forward(ctx, logits, targets, p, o, layer, grad_dtype):
-        z = convert_recorded(logits, p, layer, "cross_entropy", "logits", "forward", "operand")
-        wide = convert_recorded(z, work_of(p), layer, "cross_entropy", "logits", "forward", "boundary")
-        rows, lse = row_losses(wide, targets, o)
+        ctx.own = _own_kernel(p, logits)
+        if ctx.own:
+            z = logits.contiguous()
+            rows, lse = cross_entropy_losses(z, targets, o.classes, o.ignore_index)
+        else:
+            z = convert_recorded(logits, p, layer, "cross_entropy", "logits", "forward", "operand")
+            wide = convert_recorded(z, work_of(p), layer, "cross_entropy", "logits", "forward", "boundary")
+            rows, lse = row_losses(wide, targets, o)
         ctx.save_for_backward(z, targets, lse)
         ctx.p, ctx.o, ctx.layer, ctx.grad_dtype = p, o, layer, grad_dtype
         value, recorded = weighted(rows, o, layer, "cross_entropy")
@@ -106,6 +125,9 @@ class _CrossEntropy(torch.autograd.Function):
         only_once()
         (z, targets, lse), o, work = ctx.saved_tensors, ctx.o, work_of(ctx.p)
         name, where = (ctx.layer, "cross_entropy"), (ctx.layer, "cross_entropy", "logits", "backward")
+        if ctx.own:
+            d = _direct_gradient(z, targets, lse, g, ctx.p, o, ctx.grad_dtype)
+            return convert_recorded(d, Precision.of(ctx.grad_dtype), *where, "storage"), *[None] * 5
         wide = convert_recorded(z, work, *where, "boundary")
         g = convert_recorded(g, work, *name, "loss", "backward", "boundary")
         d = row_gradients(wide, lse, targets, g * (o.weight * o.scale), o)
@@ -179,6 +201,56 @@ def _head_chunk(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bo
     return rows, dx, product(d.t(), x, h.accum)
 
 # %% ../nbs/06e_losses.ipynb #fe988ad3
+def _own_head(x: Tensor, h: HeadOptions) -> bool:
+    """Whether the direct path means the same: our kernels, and logits that are rounded once on their way to P."""
+    return table_for(x.device.type).kernels and h.p in (F16, BF16, F32) and (h.out is h.p or h.out is F32)
+
+def _logits(x: Tensor, w: Tensor, h: HeadOptions) -> Tensor:
+    """x wᵀ in `out`, from operands in P."""
+    if h.out is h.p: return product(x, w.t(), h.accum)
+    return torch.mm(x, w.t(), out_dtype=F32.dtype)
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, accum: Precision) -> Tensor:
+    """total + a b in f32; the sum inside the product has the accumulator `accum`."""
+    if accum is F16: return total.add_(product(a, b, accum))
+    if a.dtype is F32.dtype: return torch.addmm(total, a, b, out=total)
+    return torch.addmm(total, a, b, out_dtype=F32.dtype, out=total)
+
+def _head_chunk_direct(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, dw: Tensor | None
+                       ) -> tuple[Tensor, Tensor | None]:
+    """Row losses of one chunk and, if there is a sum `dw` f32 to add to, its gradient for x in P."""
+    z, o = _logits(x, w, h), h.loss
+    if dw is None: return cross_entropy_losses(z, targets, o.classes, o.ignore_index)[0], None
+    d = None if h.out is h.p else torch.empty_like(z, dtype=h.p.dtype)
+    number, tensor = host_and_device(o.weight, o.scale)
+    rows = cross_entropy_both(z, d, targets, number, tensor, o.classes, o.ignore_index)
+    d = z if d is None else d
+    _add_product(dw, d.t(), x, h.accum)
+    return rows, product(d, w, h.accum)
+
+# %% ../nbs/06e_losses.ipynb #df3f6da6
+def _head_direct(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor | None, ...]:
+    """Row losses [N], gradients of x in P and of w in f32 (None unless asked for), chunk by chunk."""
+    x, w = (convert_recorded(t, h.p, h.layer, "head_cross_entropy", name, "forward", "operand")
+            for t, name in ((x, "x"), (w, "weight")))
+    dw = torch.zeros_like(w, dtype=F32.dtype) if grads else None
+    parts = [_head_chunk_direct(x[i:i + h.chunk], w, targets[i:i + h.chunk], h, dw)
+             for i in range(0, max(len(x), 1), h.chunk)]
+    rows, dxs = zip(*parts)
+    return torch.cat(rows), torch.cat(dxs) if grads else None, dw
+
+def _head_wide(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor | None, ...]:
+    """The same at the boundary: operands widened to W, each product rounded."""
+    wide_x, wide_w = (_through(t, h.p, h, n, "forward", "operand") for t, n in ((x, "x"), (w, "weight")))
+    rows, dxs, dw = [], [], None
+    for i in range(0, max(len(x), 1), h.chunk):  # at least one chunk, if an empty one
+        part = _head_chunk(wide_x[i:i + h.chunk], wide_w, targets[i:i + h.chunk], h, grads)
+        rows.append(part[0])
+        dxs.append(part[1])
+        dw = part[2] if dw is None else dw.add_(part[2])
+    return torch.cat(rows), torch.cat(dxs) if grads else None, dw
+
+# %% ../nbs/06e_losses.ipynb #476cfe52
 class _HeadCrossEntropy(torch.autograd.Function):
     """Loss and both gradients in one pass over row chunks; the backward only multiplies by the incoming gradient.
 
@@ -186,19 +258,13 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, targets, h, grads, grad_dtypes):
-        wide_x, wide_w = (_through(t, h.p, h, n, "forward", "operand") for t, n in ((x, "x"), (w, "weight")))
-        rows, dxs, dw = [], [], None
-        for i in range(0, max(x.shape[0], 1), h.chunk):  # at least one chunk, if an empty one
-            part = _head_chunk(wide_x[i:i + h.chunk], wide_w, targets[i:i + h.chunk], h, grads)
-            rows.append(part[0])
-            dxs.append(part[1])
-            dw = part[2] if dw is None else dw.add_(part[2])
-        value, recorded = weighted(torch.cat(rows), h.loss, h.layer, "head_cross_entropy")
+        rows, dx, dw = (_head_direct if _own_head(x, h) else _head_wide)(x, w, targets, h, grads)
+        value, recorded = weighted(rows, h.loss, h.layer, "head_cross_entropy")
         ctx.mark_non_differentiable(recorded)
         if grads:
             ctx.name, ctx.grad_dtypes = (h.layer, "head_cross_entropy"), grad_dtypes
             dw = convert_recorded(dw, h.p, *ctx.name, "weight", "backward", "boundary")
-            ctx.save_for_backward(torch.cat(dxs), dw)
+            ctx.save_for_backward(dx, dw)
         return value, recorded
 
     @staticmethod
@@ -208,13 +274,16 @@ class _HeadCrossEntropy(torch.autograd.Function):
                for saved, dtype, operand in zip(ctx.saved_tensors, ctx.grad_dtypes, ("x", "weight"))]
         return *out, None, None, None, None
 
-# %% ../nbs/06e_losses.ipynb #df3f6da6
-def _chunk_rows(chunk: int | None, rows: int, columns: int) -> int:
-    """`chunk`, by default all rows while the logits stay under 64 Mi numbers, else as many as do; at least 1."""
+# %% ../nbs/06e_losses.ipynb #d8d46dbe
+def _chunk_rows(chunk: int | None, rows: int, columns: int, kind: str = "cpu") -> int:
+    """`chunk`; by default all rows while the logits stay under 64 Mi numbers (GPU: 512 Mi, in equal chunks), at least 1."""
     if chunk is not None and chunk < 1: raise ValueError(f"head_cross_entropy: chunk={chunk}; it must be 1 row or more")
-    return max(1, min(rows, 2**26 // columns) if chunk is None else chunk)
+    if chunk is not None: return chunk
+    if kind == "cpu": return max(1, min(rows, 2**26 // columns))
+    chunks = max(1, -(-rows * columns // 2**29))
+    return max(1, -(-rows // chunks // 128) * 128)
 
-# %% ../nbs/06e_losses.ipynb #476cfe52
+# %% ../nbs/06e_losses.ipynb #6ab75293
 def head_cross_entropy(
     hidden: Tensor,                  # [..., C] output of the last norm
     w: Tensor,                       # [V, C] head weight (tied: the embedding)
@@ -236,7 +305,8 @@ def head_cross_entropy(
     out = out or p
     rest = dict(loss_p=loss_p or out, weight=weight, scale=scale, ignore_index=ignore_index)
     o = _checked((*hidden.shape[:-1], w.shape[0]), targets, classes, rest)
-    x, targets, rows = _matrix(hidden), targets.flatten(), _chunk_rows(chunk, targets.numel(), w.shape[0])
+    x, targets = _matrix(hidden), targets.flatten()
+    rows = _chunk_rows(chunk, targets.numel(), w.shape[0], x.device.type)
     if _is_plain(p, x.device) and out is p and rows >= x.shape[0]:
         where = dict(layer=layer, op="head_cross_entropy", reason="operand")
         z = F.linear(cast(x, p, operand="x", **where), cast(w, p, operand="weight", **where))

@@ -1,0 +1,167 @@
+// cross_entropy.cu: row losses, log-sum-exps and gradients of logits in one visit to each row.
+//
+// Reference  f16lab.losses.row_losses, f16lab.losses.row_gradients
+// Layout     logits [rows, stride], of which `classes` columns count and the rest is padding; targets int64 [rows]. `d` may be `z`
+//            itself when both have one precision: a row is read again from the cache, not from memory.
+// Launch     blocks of 1024 threads, a row at a time; few enough blocks that their rows stay in the cache between the two reads
+// Numerics   f32 inside, exp and log of the CUDA library (≤ 2 ulp), one rounding of the gradient. A thread adds its columns in order,
+//            threads are combined by a fixed tree: repeatable, the same bits for any number of blocks.
+#include "ports.cuh"
+
+using namespace f16lab;
+
+enum { LOSSES = 1, GRADIENTS = 2 };
+#define LOWEST -3.402823466e38f
+
+struct Sum { float top, sum; };  // sum · e^top
+
+// 2^x by the special function unit: relative error 2^-22, results below 2^-126 are 0
+F16LAB_FN float exp2_unit(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
+// e^x for a term of a sum: its error grows with |x|, where the term is small.
+F16LAB_FN float exp_term(float x) { return exp2_unit(x * 1.44269502f); }
+
+// e^x for x <= 0, within 2 ulp: the part of x·log2(e) that the product loses is put back.
+F16LAB_FN float exp_close(float x) {
+    const float high = x * 1.44269502f;
+    const float low = fmaf(x, 1.92596303e-8f, fmaf(x, 1.44269502f, -high));
+    const float y = exp2_unit(high);
+    return y == 0 ? y : fmaf(y * 0.693147182f, low, y);  // of -infinity `low` is NaN
+}
+
+F16LAB_FN Sum joined(Sum a, Sum b) {
+    const float top = a.top > b.top ? a.top : b.top;
+    return {top, a.sum * expf(a.top - top) + b.sum * expf(b.top - top)};
+}
+
+__device__ __forceinline__ Sum warp_sum(Sum x) {
+    for (int s = 16; s; s /= 2) x = joined(x, {__shfl_xor_sync(0xFFFFFFFFu, x.top, s), __shfl_xor_sync(0xFFFFFFFFu, x.sum, s)});
+    return x;
+}
+
+// Σ e^z of a row over all threads of the block, the same value in each.
+__device__ __forceinline__ Sum block_sum(Sum x, Sum* shared) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? shared[threadIdx.x % 32] : Sum{LOWEST, 0});
+    __syncthreads();
+    return x;
+}
+
+// LANES must divide the stride and the address; 1 always does.
+template <int LANES> __device__ __forceinline__ void add_terms(Sum& mine, const float (&x)[LANES]) {
+    float top = x[0];
+#pragma unroll
+    for (int i = 1; i < LANES; ++i) top = fmaxf(top, x[i]);
+    if (top > mine.top) { mine.sum *= expf(mine.top - top); mine.top = top; }
+#pragma unroll
+    for (int i = 0; i < LANES; ++i) mine.sum += exp_term(x[i] - mine.top);
+}
+
+template <class Z, int LANES> __device__ __forceinline__ Sum row_sum(const typename Z::code* z, int classes) {
+    Sum mine = {LOWEST, 0};
+    float x[LANES];
+    int at = threadIdx.x * LANES;
+    Pack<typename Z::code, LANES> next;
+    if (at + LANES <= classes) next = *(const Pack<typename Z::code, LANES>*)(z + at);
+    for (; at + LANES <= classes; at += blockDim.x * LANES) {
+        const Pack<typename Z::code, LANES> pack = next;
+        const int after = at + blockDim.x * LANES;
+        if (after + LANES <= classes) next = *(const Pack<typename Z::code, LANES>*)(z + after);
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) x[i] = Port<Z>::read(pack.v[i]);
+        add_terms(mine, x);
+    }
+    if (at < classes) {
+        for (int i = 0; i < LANES; ++i) x[i] = at + i < classes ? Port<Z>::read(z[at + i]) : -INFINITY;
+        add_terms(mine, x);
+    }
+    return mine;
+}
+
+// log Σ e^z; an infinite logit makes it infinite, unless a NaN makes it NaN.
+template <class Z> __device__ __forceinline__ float log_sum(Sum s, const typename Z::code* z, int classes) {
+    if (s.top < INFINITY) return s.top + logf(s.sum);
+    for (int i = 0; i < classes; ++i) { const float x = Port<Z>::read(z[i]); if (x != x) return x; }
+    return INFINITY;
+}
+
+// Two finite f32 numbers as neighbours in memory, each rounded once.
+template <class D> F16LAB_FN void put(typename D::code* out, float a, float b) {
+    out[0] = Port<D>::write(a, false);
+    out[1] = Port<D>::write(b, false);
+}
+#ifdef __CUDA_ARCH__
+template <> F16LAB_FN void put<BF16>(u16* out, float a, float b) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(*(u32*)out) : "f"(b), "f"(a));
+}
+template <> F16LAB_FN void put<F16>(u16* out, float a, float b) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(*(u32*)out) : "f"(b), "f"(a));
+}
+#endif
+
+// (e^(z − lse) − [column = target]) · factor for the columns [at, at + LANES), 0 beyond `classes`; any value of lse and factor
+template <class Z, class D> __device__ __forceinline__ typename D::code one_gradient(typename Z::code z, int at, int classes, int target,
+                                                                                     float lse, float factor) {
+    if (at >= classes) return Port<D>::write(0.0f, false);
+    return Port<D>::write((exp_close(Port<Z>::read(z) - lse) - (at == target ? 1.0f : 0.0f)) * factor, false);
+}
+
+template <class Z, class D, int LANES>
+__device__ __forceinline__ void write_row(const typename Z::code* z, typename D::code* d, int stride, int classes, int target, float lse,
+                                          float factor) {
+    typedef Pack<typename D::code, LANES> Out;
+    const bool tame = fabsf(lse) < INFINITY && fabsf(factor) < INFINITY && target >= 0;  // then no NaN can arise
+    Pack<typename Z::code, LANES> next;
+    if (threadIdx.x * LANES < stride) next = *(const Pack<typename Z::code, LANES>*)(z + threadIdx.x * LANES);
+    for (int at = threadIdx.x * LANES; at < stride; at += blockDim.x * LANES) {
+        const Pack<typename Z::code, LANES> pack = next;  // the next one is fetched before this one is written
+        const int after = at + blockDim.x * LANES;
+        if (after < stride) next = *(const Pack<typename Z::code, LANES>*)(z + after);
+        Out out;
+        if (LANES > 1 && tame && at + LANES <= classes && (unsigned)(target - at) >= LANES) {
+            float x[LANES];
+#pragma unroll
+            for (int i = 0; i < LANES; ++i) x[i] = exp_close(Port<Z>::read(pack.v[i]) - lse) * factor;
+#pragma unroll
+            for (int i = 0; i < LANES; i += 2) put<D>(out.v + i, x[i], x[i + (LANES > 1)]);
+        } else {
+            for (int i = 0; i < LANES; ++i)
+                out.v[i] = target < 0 ? Port<D>::write(0.0f, false)
+                                      : one_gradient<Z, D>(pack.v[i], at + i, classes, target, lse, factor);
+        }
+        *(Out*)(d + at) = out;
+    }
+}
+
+template <class Z, class D, int MODE, int LANES>
+__global__ void __launch_bounds__(1024) cross_entropy(const typename Z::code* z, typename D::code* d, const i64* targets, float* losses,
+                                                      float* lses, i64 rows, int stride, int classes, i64 ignore, float factor,
+                                                      const float* factor_at) {
+    __shared__ Sum shared[32];
+    if (factor_at) factor *= *factor_at;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const typename Z::code* mine = z + row * stride;
+        const int target = targets[row] == ignore ? -1 : (int)targets[row];
+        float lse;
+        if (MODE & LOSSES) {
+            const float hit = target < 0 ? 0.0f : Port<Z>::read(mine[target]);  // before the row is overwritten
+            lse = log_sum<Z>(block_sum(row_sum<Z, LANES>(mine, classes), shared), mine, classes);
+            if (MODE & GRADIENTS) __syncthreads();
+            if (threadIdx.x == 0) {
+                lses[row] = lse;
+                losses[row] = target < 0 ? 0.0f : lse - hit;
+            }
+        } else lse = lses[row];
+        if (MODE & GRADIENTS) write_row<Z, D, LANES>(mine, d + row * stride, stride, classes, target, lse, factor);
+    }
+}
