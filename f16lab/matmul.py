@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cast import round_in_register
+from .device import half_sums
 from .operators import Operator, apply_operator, precision_of, work_of
 from .precision import F16, F32, Precision
 
@@ -22,8 +23,12 @@ def product(
     accum: Precision = F32,   # accumulator: F32, or F16 in chunks
     chunk: int = 64,          # terms added in f32 before a rounding, for accum=F16
 ) -> Tensor:
-    """`a @ b` in work precision; with accum=F16 every 64-term partial sum and the running sum are rounded to f16."""
+    """`a @ b` in work precision; with accum=F16 every 64-term partial sum and the running sum are rounded to f16.
+
+    f16 operands on CUDA: by the library, with its f16 accumulator."""
     if accum is not F16 or a.shape[-1] == 0: return a @ b
+    if a.is_cuda and a.dtype is F16.dtype:
+        with half_sums(): return a @ b
     total = None
     for k in range(0, a.shape[-1], chunk):
         part = round_in_register(a[..., k:k + chunk] @ b[..., k:k + chunk, :], F16)
@@ -35,7 +40,9 @@ def _sum_rows(g: Tensor) -> Tensor:
     """Sum over all axes but the last, in work precision also where `g` is half."""
     return g.reshape(-1, g.shape[-1]).sum(0, dtype=work_of(Precision.of(g)).dtype)
 
-def _linear_plain(x, w, b, accum=F32): return F.linear(x, w, b)
+def _linear_plain(x, w, b, accum=F32):
+    if accum is not F16: return F.linear(x, w, b)
+    return product(x, w.t(), accum) if b is None else product(x, w.t(), accum).add_(b)
 
 def _linear_forward(x, w, b, accum=F32):
     if accum is not F16: return F.linear(x, w, b), ()
@@ -75,7 +82,7 @@ def linear(
     return apply_operator(LINEAR, p, layer, _accumulation(accum, p, x, w), x, w, b, out=out)
 
 # %% ../nbs/06b_matmul.ipynb #4afbf7a8
-def _matmul_plain(a, b, accum=F32, alpha=1.0): return a @ b if alpha == 1 else (a @ b) * alpha
+def _matmul_plain(a, b, accum=F32, alpha=1.0): return product(a, b, accum) if alpha == 1 else product(a, b, accum) * alpha
 
 def _times(y, alpha): return y if alpha == 1 else y.mul_(alpha)
 

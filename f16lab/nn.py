@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ZEROS', 'ONES', 'inverse_normal', 'keyed_normal', 'Init', 'check_constant', 'Layer', 'named_parameters_once',
            'InitialValues', 'initialise', 'check_sizes', 'Linear', 'Embedding', 'Norm', 'Draw', 'Dropout',
-           'absmean_ternary', 'BitLinear', 'block_linear', 'split_heads', 'merge_heads', 'BlockSpec', 'SelfAttention',
-           'FeedForward', 'Block', 'Conv2d']
+           'absmean_ternary', 'BitLinear', 'block_linear', 'BlockSpec', 'SelfAttention', 'FeedForward', 'Block',
+           'Conv2d']
 
 # %% ../nbs/08_nn.ipynb #9903c1f8
 import math
@@ -295,17 +295,6 @@ def block_linear(inputs: int, outputs: int, profile: PrecisionProfile, path: str
     kind = BitLinear if profile.at(path).param is WeightFormat.T1_58 else Linear
     return kind(inputs, outputs, profile, path, std=std)
 
-# %% ../nbs/08_nn.ipynb #a2c32faf
-def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
-    """[B, T, parts·C] -> `parts` tensors [B, heads, T, C/heads]; views, no casts."""
-    batch, length, width = x.shape
-    return x.view(batch, length, parts, heads, width // parts // heads).permute(2, 0, 3, 1, 4).unbind(0)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """[B, heads, T, D] -> [B, T, heads·D]."""
-    return x.transpose(1, 2).flatten(2)
-
 # %% ../nbs/08_nn.ipynb #914c3d44
 @dataclass(frozen=True)
 class BlockSpec:
@@ -345,11 +334,11 @@ class SelfAttention(Layer):
         """QKᵀ and AV in slot `compute`, softmax in `stable`; a query without visible keys gives 0 before `proj`.
         `rope` turns queries and keys by their positions: cos and sin [T, C/heads/2] of `ops.rope_table`."""
         p = self.p_
-        q, k, v = split_heads(self.qkv(x), 3, self.spec.heads)
+        q, k, v = ops.split_heads(self.qkv(x), 3, self.spec.heads)
         if rope is not None: q, k = (ops.rope(t, rope, p=p.compute, layer=self.path) for t in (q, k))
         y = ops.attention(q, k, v, p=p.compute, stable=p.stable, causal=self.spec.causal, mask=mask, accum=p.accum,
                           layer=self.path)
-        return self.proj(merge_heads(y))
+        return self.proj(ops.merge_heads(y))
 
 # %% ../nbs/08_nn.ipynb #20d65c41
 class FeedForward(Layer):

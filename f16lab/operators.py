@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import DispatchTable, Path, table_for
-from .precision import BF16, F32, F64, Precision
+from .precision import BF16, F16, F32, F64, Precision
 from .profile import resolve
 
 # %% ../nbs/06a_operators.ipynb #9b5a70ac
@@ -51,10 +51,11 @@ def work_of(p: Precision) -> Precision:
     """W, the precision an operator in `p` computes in: f32, or f64 for f64 (`accumulator` without its search)."""
     return F64 if p is F64 else F32
 
-def _plain_allowed(p: Precision, out: Precision, accum: Precision = F32, alpha: float = 1.0, **_) -> bool:
+def _plain_allowed(p: Precision, out: Precision, on_gpu: bool, accum: Precision = F32, alpha: float = 1.0, **_) -> bool:
     """Whether the library's half operator means the same under these options (a bf16 result times 2^k is exact)."""
     exact_factor = alpha == 1 or (p is BF16 and abs(math.frexp(alpha)[0]) == 0.5)
-    return p.bits < 32 and out is p and accum is F32 and exact_factor
+    accumulates = accum is F32 or (on_gpu and p is F16)  # CUDA has an f16 accumulator for f16
+    return p.bits < 32 and out is p and accumulates and exact_factor
 
 def _sums_nothing(op: Operator, shapes: list, g: Tensor) -> bool:
     """Whether no operand was broadcast to the shape of the output, which is that of `g`."""
@@ -97,7 +98,7 @@ class _Apply(torch.autograd.Function):
         op, p, out, layer, options, _ = call
         name, names, table = op.name, op.operands, table_for(tensors[0].device.type)
         ctx.kernel = _kernel_allowed(op, table, tensors, p, out, options)
-        ctx.native = _plain_allowed(p, out, **options)
+        ctx.native = _plain_allowed(p, out, tensors[0].is_cuda, **options)
         if ctx.kernel: xs = tensors
         else: xs = [_enter(t, p, layer, name, n, "forward", "operand") for t, n in zip(tensors, names)]
         if ctx.kernel: y, statistics = op.kernels.forward(*xs, p=p, out=out, **options)
