@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GROUPS', 'Timing', 'seconds_of', 'take_turns', 'Case', 'KernelRow', 'copy_case', 'kernel_rows', 'random_tokens',
-           'TrainRow', 'bench_config', 'peak_of', 'train_row', 'group_of', 'GroupRow', 'grouped', 'step_groups',
-           'machine_facts', 'bench_document']
+           'TrainRow', 'bench_config', 'peak_of', 'noise_weights', 'train_row', 'group_of', 'GroupRow', 'grouped',
+           'step_groups', 'machine_facts', 'bench_document']
 
 # %% ../nbs/20e_bench.ipynb #04126f4c
 import re
@@ -20,7 +20,10 @@ import torch
 from . import __version__
 from .config import TrainConfig
 from .data import TokenData
-from .inputs import Source
+from .inputs import Source, fit_model
+from .models import model_class
+from .nn import named_parameters_once
+from .profile import PRESETS
 from .train import Trainer
 
 # %% ../nbs/20e_bench.ipynb #38ce3dd2
@@ -113,10 +116,10 @@ def kernel_rows(cases: Iterable[Case], device: torch.device, rounds: int = 20, y
 # %% ../nbs/20e_bench.ipynb #d39c2c4e
 def random_tokens(vocab: int, steps: int, tokens: int) -> Source:
     """Keyed uniform tokens of a vocabulary, enough for `steps` steps of so many tokens."""
-    count = steps * tokens + tokens // 8 + 4096
+    count = (steps + 1) * tokens + 4096
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab, (count,), generator=draw).numpy().astype("uint16")
-    return Source(TokenData.of(ids, vocab, "random tokens"), TokenData.of(ids[:4096 + tokens // 8], vocab, "random"), vocab)
+    return Source(TokenData.of(ids, vocab, "random tokens"), TokenData.of(ids[:tokens + 4096], vocab, "random"), vocab)
 
 @dataclass(frozen=True)
 class TrainRow:
@@ -144,9 +147,18 @@ def peak_of(trainer: Trainer, steps: int = 2) -> int:
     for _ in range(steps): trainer.step()
     return torch.cuda.max_memory_allocated(trainer.device)
 
-def train_row(config: TrainConfig, profile: str, source: Source, steps: int, note: str = "") -> TrainRow:
-    """A profile on its own: peak memory, then `steps` timed steps."""
-    trainer = Trainer(bench_config(config, profile, steps + 4), source)
+def noise_weights(config: TrainConfig, source: Source) -> dict[str, torch.Tensor]:
+    """f32 weights of the model that a recipe names, of the usual size: drawn quickly, the same for every profile."""
+    model, draw = fit_model(config.model, source), torch.Generator().manual_seed(0)
+    with torch.device("meta"): shapes = dict(named_parameters_once(model_class(model)(model, PRESETS["f32"])))
+    ones = lambda name: name.endswith("weight") and ".ln" in f".{name}"  # noqa: E731
+    return {name: torch.ones(p.shape) if ones(name) else torch.randn(p.shape, generator=draw).mul_(0.02)
+            for name, p in shapes.items()}
+
+def train_row(config: TrainConfig, profile: str, source: Source, weights: Mapping[str, torch.Tensor], steps: int,
+              note: str = "") -> tuple[TrainRow, Trainer]:
+    """A profile on its own: peak memory, then `steps` timed steps; and its trainer, for a closer look."""
+    trainer = Trainer(bench_config(config, profile, steps + 9), source, weights=weights)
     for _ in range(2): trainer.step()
     peak, times = peak_of(trainer), []
     for _ in range(steps):
@@ -156,7 +168,8 @@ def train_row(config: TrainConfig, profile: str, source: Source, steps: int, not
         times.append(time.perf_counter() - start)
     t = Timing(profile, tuple(times))
     low, high = t.spread
-    return TrainRow(profile, t.median * 1e3, low * 1e3, high * 1e3, record.tokens / t.median, peak, record.loss, note)
+    speed = record.tokens / t.median
+    return TrainRow(profile, t.median * 1e3, low * 1e3, high * 1e3, speed, peak, record.loss, note), trainer
 
 # %% ../nbs/20e_bench.ipynb #312c099f
 GROUPS: Mapping[str, str] = {

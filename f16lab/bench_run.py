@@ -16,14 +16,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .bench import (Case, GroupRow, KernelRow, TrainRow, bench_config, bench_document, kernel_rows, machine_facts,
-                          random_tokens, step_groups, train_row)
+from .bench import (Case, GroupRow, KernelRow, TrainRow, bench_document, kernel_rows, machine_facts,
+                          noise_weights, random_tokens, step_groups, train_row)
 from .bench_cases import kernel_groups
 from .config import TrainConfig
 from .console import facts, print_table, si, table
 from .device import open_device
 from .profile import suggest
-from .train import Trainer
 
 # %% ../nbs/20g_bench_run.ipynb #2d2f3a61
 def kernel_table(rows: Sequence[KernelRow]) -> Table:
@@ -74,14 +73,14 @@ def train_bench(config: TrainConfig, profiles: Sequence[str], steps: int, groups
     device, rows, found, failed = open_device(config.run.device), [], {}, []
     per_step = config.data.batch * config.data.accumulate
     source = random_tokens(50257, steps + 8, per_step * 1024)
+    weights = noise_weights(config, source)
     for name in profiles:
         try:
-            rows.append(train_row(config, name, source, steps, "" if config.run.deterministic else "not deterministic"))
-            if groups and device.type == "cuda":
-                trainer = Trainer(bench_config(config, name, 8), source)
-                for _ in range(2): trainer.step()
-                found[name] = step_groups(trainer)
-                del trainer
+            note = "" if config.run.deterministic else "not deterministic"
+            row, trainer = train_row(config, name, source, weights, steps, note)
+            rows.append(row)
+            if groups and device.type == "cuda": found[name] = step_groups(trainer)
+            del trainer
         except torch.OutOfMemoryError as e:
             failed.append(f"{name}: out of GPU memory ({str(e).splitlines()[0]}); lower --batch {config.data.batch}")
         if device.type == "cuda": torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ using namespace f16lab;
 
 enum { LOSSES = 1, GRADIENTS = 2 };
 #define LOWEST -3.402823466e38f
+#define INFINITE bits_float(0x7F800000u)
 
 struct Sum { float top, sum; };  // sum · e^top
 
@@ -57,6 +58,11 @@ __device__ __forceinline__ Sum block_sum(Sum x, Sum* shared) {
     return x;
 }
 
+template <class Z> __device__ __forceinline__ float word_value(u32 word, int half) {
+    return Port<Z>::read((typename Z::code)(half ? word >> 16 : word & 0xFFFFu));
+}
+template <> __device__ __forceinline__ float word_value<F32>(u32 word, int) { return bits_float(word); }
+
 // LANES must divide the stride and the address; 1 always does.
 template <int LANES> __device__ __forceinline__ void add_terms(Sum& mine, const float (&x)[LANES]) {
     float top = x[0];
@@ -67,22 +73,27 @@ template <int LANES> __device__ __forceinline__ void add_terms(Sum& mine, const 
     for (int i = 0; i < LANES; ++i) mine.sum += exp_term(x[i] - mine.top);
 }
 
+// LANES numbers at once. 16-bit ones travel in pairs of a 32-bit word, the first in the low half.
+template <class Z, int LANES> __device__ __forceinline__ void fetch(const typename Z::code* z, float (&x)[LANES]) {
+    if (LANES == 1) x[0] = Port<Z>::read(*z);
+    else {
+        const Pack<u32, 4> words = *(const Pack<u32, 4>*)z;
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) x[i] = word_value<Z>(words.v[LANES == 8 ? i / 2 : i], i & 1);
+    }
+}
+
 template <class Z, int LANES> __device__ __forceinline__ Sum row_sum(const typename Z::code* z, int classes) {
     Sum mine = {LOWEST, 0};
     float x[LANES];
+    const int step = blockDim.x * LANES;
     int at = threadIdx.x * LANES;
-    Pack<typename Z::code, LANES> next;
-    if (at + LANES <= classes) next = *(const Pack<typename Z::code, LANES>*)(z + at);
-    for (; at + LANES <= classes; at += blockDim.x * LANES) {
-        const Pack<typename Z::code, LANES> pack = next;
-        const int after = at + blockDim.x * LANES;
-        if (after + LANES <= classes) next = *(const Pack<typename Z::code, LANES>*)(z + after);
-#pragma unroll
-        for (int i = 0; i < LANES; ++i) x[i] = Port<Z>::read(pack.v[i]);
+    for (const typename Z::code* p = z + at; at + LANES <= classes; at += step, p += step) {
+        fetch<Z, LANES>(p, x);
         add_terms(mine, x);
     }
     if (at < classes) {
-        for (int i = 0; i < LANES; ++i) x[i] = at + i < classes ? Port<Z>::read(z[at + i]) : -INFINITY;
+        for (int i = 0; i < LANES; ++i) x[i] = at + i < classes ? Port<Z>::read(z[at + i]) : -INFINITE;
         add_terms(mine, x);
     }
     return mine;
@@ -90,24 +101,39 @@ template <class Z, int LANES> __device__ __forceinline__ Sum row_sum(const typen
 
 // log Σ e^z; an infinite logit makes it infinite, unless a NaN makes it NaN.
 template <class Z> __device__ __forceinline__ float log_sum(Sum s, const typename Z::code* z, int classes) {
-    if (s.top < INFINITY) return s.top + logf(s.sum);
+    if (s.top < INFINITE) return s.top + logf(s.sum);
     for (int i = 0; i < classes; ++i) { const float x = Port<Z>::read(z[i]); if (x != x) return x; }
-    return INFINITY;
+    return INFINITE;
 }
 
-// Two finite f32 numbers as neighbours in memory, each rounded once.
-template <class D> F16LAB_FN void put(typename D::code* out, float a, float b) {
-    out[0] = Port<D>::write(a, false);
-    out[1] = Port<D>::write(b, false);
+// Two f32 numbers, neither NaN, as neighbours in D.
+template <class D> F16LAB_FN u32 pair(float a, float b) {
+    return (u32)Port<D>::write(a, false) | (u32)Port<D>::write(b, false) << 16;
 }
 #ifdef __CUDA_ARCH__
-template <> F16LAB_FN void put<BF16>(u16* out, float a, float b) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(*(u32*)out) : "f"(b), "f"(a));
+template <> F16LAB_FN u32 pair<BF16>(float a, float b) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
 }
-template <> F16LAB_FN void put<F16>(u16* out, float a, float b) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(*(u32*)out) : "f"(b), "f"(a));
+template <> F16LAB_FN u32 pair<F16>(float a, float b) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
 }
 #endif
+
+// LANES f32 numbers, none NaN, rounded to D and written.
+template <class D, int LANES> __device__ __forceinline__ void store(typename D::code* d, const float (&x)[LANES]) {
+    Pack<u32, LANES / 2> words;
+#pragma unroll
+    for (int i = 0; i < LANES; i += 2) words.v[i / 2] = pair<D>(x[i], x[i + 1]);
+    *(Pack<u32, LANES / 2>*)d = words;
+}
+template <> __device__ __forceinline__ void store<F32, 4>(float* d, const float (&x)[4]) { *(Pack<float, 4>*)d = {x[0], x[1], x[2], x[3]}; }
+template <> __device__ __forceinline__ void store<F32, 1>(float* d, const float (&x)[1]) { *d = x[0]; }
+template <> __device__ __forceinline__ void store<F16, 1>(u16* d, const float (&x)[1]) { *d = Port<F16>::write(x[0], false); }
+template <> __device__ __forceinline__ void store<BF16, 1>(u16* d, const float (&x)[1]) { *d = Port<BF16>::write(x[0], false); }
 
 // (e^(z − lse) − [column = target]) · factor for the columns [at, at + LANES), 0 beyond `classes`; any value of lse and factor
 template <class Z, class D> __device__ __forceinline__ typename D::code one_gradient(typename Z::code z, int at, int classes, int target,
@@ -119,32 +145,29 @@ template <class Z, class D> __device__ __forceinline__ typename D::code one_grad
 template <class Z, class D, int LANES>
 __device__ __forceinline__ void write_row(const typename Z::code* z, typename D::code* d, int stride, int classes, int target, float lse,
                                           float factor) {
-    typedef Pack<typename D::code, LANES> Out;
-    const bool tame = fabsf(lse) < INFINITY && fabsf(factor) < INFINITY && target >= 0;  // then no NaN can arise
-    Pack<typename Z::code, LANES> next;
-    if (threadIdx.x * LANES < stride) next = *(const Pack<typename Z::code, LANES>*)(z + threadIdx.x * LANES);
-    for (int at = threadIdx.x * LANES; at < stride; at += blockDim.x * LANES) {
-        const Pack<typename Z::code, LANES> pack = next;  // the next one is fetched before this one is written
-        const int after = at + blockDim.x * LANES;
-        if (after < stride) next = *(const Pack<typename Z::code, LANES>*)(z + after);
-        Out out;
-        if (LANES > 1 && tame && at + LANES <= classes && (unsigned)(target - at) >= LANES) {
+    const bool tame = fabsf(lse) < INFINITE && fabsf(factor) < INFINITE && target >= 0;  // then no NaN can arise
+    const int step = blockDim.x * LANES;
+    int at = threadIdx.x * LANES;
+    const typename Z::code* p = z + at;
+    typename D::code* q = d + at;
+    for (; at < stride; at += step, p += step, q += step) {
+        if (tame && at + LANES <= classes && (unsigned)(target - at) >= LANES) {
             float x[LANES];
+            fetch<Z, LANES>(p, x);
 #pragma unroll
-            for (int i = 0; i < LANES; ++i) x[i] = exp_close(Port<Z>::read(pack.v[i]) - lse) * factor;
-#pragma unroll
-            for (int i = 0; i < LANES; i += 2) put<D>(out.v + i, x[i], x[i + (LANES > 1)]);
+            for (int i = 0; i < LANES; ++i) x[i] = exp_close(x[i] - lse) * factor;
+            store<D, LANES>(q, x);
         } else {
+            typename D::code out[LANES];
             for (int i = 0; i < LANES; ++i)
-                out.v[i] = target < 0 ? Port<D>::write(0.0f, false)
-                                      : one_gradient<Z, D>(pack.v[i], at + i, classes, target, lse, factor);
+                out[i] = target < 0 ? Port<D>::write(0.0f, false) : one_gradient<Z, D>(p[i], at + i, classes, target, lse, factor);
+            for (int i = 0; i < LANES; ++i) q[i] = out[i];
         }
-        *(Out*)(d + at) = out;
     }
 }
 
 template <class Z, class D, int MODE, int LANES>
-__global__ void __launch_bounds__(1024) cross_entropy(const typename Z::code* z, typename D::code* d, const i64* targets, float* losses,
+__global__ void __launch_bounds__(1024, 2) cross_entropy(const typename Z::code* z, typename D::code* d, const i64* targets, float* losses,
                                                       float* lses, i64 rows, int stride, int classes, i64 ignore, float factor,
                                                       const float* factor_at) {
     __shared__ Sum shared[32];

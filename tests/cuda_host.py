@@ -5,16 +5,19 @@ import functools
 import hashlib
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from f16lab.launch import THREADS, kernel_source
 
 HOST = Path(__file__).parent / "host"
+CPU = torch.device("cpu")
 SCRATCH = Path(tempfile.mkdtemp(prefix="f16lab-host-"))
 
 
@@ -39,3 +42,14 @@ def launch_on_host(file_or_source: str, expression: str, blocks: int, *arguments
     cells = [np.array(0 if a is None else a.data_ptr(), np.uint64) if a is None or isinstance(a, Tensor) else np.array(a) for a in arguments]
     pointers = (ctypes.c_void_p * max(1, len(cells)))(*(c.ctypes.data for c in cells))
     built(source, expression).entry(ctypes.c_int(blocks), ctypes.c_int(threads), pointers)
+
+
+def kernels_on_host(monkeypatch: pytest.MonkeyPatch, blocks: int = 3) -> None:
+    """Every wrapper of the package launches on the CPU, with at most `blocks` blocks, and takes CPU tensors."""
+    def launch(file, expression, device, count, *arguments, threads=THREADS):
+        launch_on_host(file, expression, min(count, blocks), *arguments, threads=threads)
+    new = {"launch": launch, "blocks_of": lambda device, per=8: blocks, "check_tensors": lambda name, tensors, written=(): CPU}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("f16lab.") or name == "f16lab.launch": continue
+        for attribute, value in new.items():
+            if callable(getattr(module, attribute, None)): monkeypatch.setattr(module, attribute, value)

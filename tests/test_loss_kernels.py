@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_host import launch_on_host
+from cuda_host import kernels_on_host
 
 from f16lab import loss_kernels, losses
 from f16lab.device import ALL_BOUNDARY, table_for, using_table
@@ -16,12 +16,8 @@ gpu = pytest.mark.gpu
 
 @pytest.fixture
 def on_host(monkeypatch):
-    """Launches of the loss kernels run on the CPU, and the CPU's dispatch table says that there are kernels."""
-    def launch(file, expression, device, blocks, *arguments, threads=256):
-        launch_on_host(file, expression, min(blocks, 3), *arguments, threads=threads)
-    monkeypatch.setattr(loss_kernels, "launch", launch)
-    monkeypatch.setattr(loss_kernels, "blocks_of", lambda device, per=8: 3)
-    monkeypatch.setattr(loss_kernels, "check_tensors", lambda name, tensors, written=(): torch.device("cpu"))
+    """Launches run on the CPU, and the CPU's dispatch table says that there are kernels."""
+    kernels_on_host(monkeypatch)
     with using_table(replace(table_for("cpu"), kernels=True)): yield
 
 
@@ -166,8 +162,9 @@ def test_on_a_gpu_as_on_the_cpu(p, n, columns, classes):
     right = exact_d.float().to(p.dtype)
     share = (d[:, :classes] != right).double().mean().item()
     print(f"{p} {n}x{columns}: {share:.2%} of the gradients differ from f64 rounded once")
-    relative = ((d[:, :classes].double() - exact_d).abs() / exact_d.abs().clamp(min=p.smallest_normal))[seen]
-    assert relative.max() <= 2.0 ** -(p.mantissa_bits + 1) + 2.0**-20
+    if seen.any():  # the log-sum-exp's own error, up to 2^-22 of some 12, is a relative error of every e^(z − lse)
+        relative = ((d[:, :classes].double() - exact_d).abs() / exact_d.abs().clamp(min=p.smallest_normal))[seen]
+        assert relative.max() <= 2.0 ** -(p.mantissa_bits + 1) + 2.0**-18
     again = z.clone()
     assert torch.equal(loss_kernels.cross_entropy_both(again, None, targets, 0.37, None, classes, -100), rows)
     assert torch.equal(again, d)
