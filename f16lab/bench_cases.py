@@ -60,9 +60,10 @@ def wide_values(parameters: dict[str, Parameter]) -> dict[str, Tensor]:
     return {name: cast(p.detach(), F32) for name, p in parameters.items()}
 
 def step_bytes(optimizer: AdamW) -> int:
-    """Bytes that an ideal step moves: gradients once, everything else twice."""
+    """Bytes that an ideal step moves: gradients once, weights under a master once, everything else twice."""
     held = bytes_by_role(optimizer)
-    return held["grad"] + 2 * sum(held[role] for role in ("param", "m", "v", "master", "compensation"))
+    once = held["grad"] + (held["param"] if held["master"] else 2 * held["param"])
+    return once + 2 * sum(held[role] for role in ("m", "v", "master", "compensation"))
 
 def adamw_case(config: GPTConfig, profile_name: str, device: torch.device, meters: bool = False) -> Case:
     """One step over all parameters."""
