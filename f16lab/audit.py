@@ -28,7 +28,7 @@ from .train import Trainer
 # %% ../nbs/20h_audit.ipynb #a98908ce
 @dataclass(frozen=True)
 class WideRow:
-    """Equal wide tensors that one step made: operator, the line of the package that called it, how many, bytes in all."""
+    """Equal wide tensors that one step made: operator, the function of the package that asked, how many, bytes."""
 
     op: str
     where: str             # module:function
@@ -137,5 +137,6 @@ def show_audit(config: TrainConfig, console: Console) -> int:
     casts = ((op, way, kinds, str(n), si(size, "B")) for op, way, kinds, n, size in merged_casts(a.casts))
     print_table(console, table("casts", ("operator", "direction", "precisions", "count", "bytes"), casts, left=3))
     wide = ((where, op, str(n), si(size, "B")) for where, op, n, size in merged_wide(a.wide))
-    print_table(console, table("tensors of more than 16 bits", ("asked for by", "made by", "count", "bytes"), wide, left=2))
+    columns = ("asked for by", "made by", "count", "bytes")
+    print_table(console, table("tensors of more than 16 bits", columns, wide, left=2))
     return 0

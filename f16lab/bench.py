@@ -73,7 +73,7 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], device: torch.device, rou
 # %% ../nbs/20e_bench.ipynb #9253fe1e
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One thing to time. bytes: what must be read and written at least; 0 where that is no measure. group: who competes."""
+    """One thing to time. bytes: what must be read and written at least; 0: no measure. A group competes."""
 
     group: str
     name: str

@@ -49,7 +49,7 @@ def group_table(profile: str, rows: Sequence[GroupRow]) -> Table:
 # %% ../nbs/20g_bench_run.ipynb #e583b5df
 def kernel_bench(device: torch.device, only: Iterable[str] = (), rounds: int = 20, **sizes: Any
                  ) -> tuple[list[KernelRow], list[str]]:
-    """Rows of the groups asked for (all by default), and a sentence for each that failed. ValueError for no such group."""
+    """Rows of the groups asked for (default: all), and a sentence on each that failed; ValueError: no such group."""
     groups, rows, failed = kernel_groups(device, **sizes), [], []
     for name in only:
         if name not in groups:
@@ -103,14 +103,16 @@ def show_kernel_bench(device_name: str, only: tuple[str, ...], rounds: int, out:
     print_table(console, kernel_table(rows))
     return _closed(console, out, device, failed, kernels=rows)
 
-def show_train_bench(config: TrainConfig, profiles: Sequence[str], steps: int, out: Path | None, console: Console) -> int:
+def show_train_bench(config: TrainConfig, profiles: Sequence[str], steps: int, out: Path | None,
+                     console: Console) -> int:
     """Run, print and write the training bench; the exit code is 1 if a profile failed."""
     device = open_device(config.run.device)
     print_table(console, facts(machine_facts(device).items()))
     rows, groups, failed = train_bench(config, profiles, steps)
     if rows: print_table(console, train_table(rows))
     for name, found in groups.items(): print_table(console, group_table(name, found))
-    return _closed(console, out, device, failed, train=rows, **{f"groups {name}": found for name, found in groups.items()})
+    kernels = {f"groups {name}": found for name, found in groups.items()}
+    return _closed(console, out, device, failed, train=rows, **kernels)
 
 def _closed(console: Console, out: Path | None, device: torch.device, failed: list[str], **tables: Any) -> int:
     """Say what failed, write the document if asked to."""

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['TRAIN_HELP', 'TRAIN_EXAMPLES', 'COMPARE_HELP', 'COMPARE_EXAMPLES', 'DEMO_EXAMPLES', 'DEMO_PROFILES', 'DEMO_STEPS',
-           'DEMO_HELP', 'DATA_HELP', 'DATA_EXAMPLES', 'REPORT_HELP', 'VERBS', 'HELP', 'exit_code', 'explained',
-           'Commands', 'told_warnings', 'run_command', 'debug_option', 'out_option', 'bands_option', 'every_option',
-           'train_command', 'train', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command',
-           'data', 'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'command', 'main']
+           'DEMO_HELP', 'DATA_HELP', 'DATA_EXAMPLES', 'REPORT_HELP', 'BENCH_EXAMPLES', 'BENCH_HELP', 'AUDIT_EXAMPLES',
+           'AUDIT_HELP', 'VERBS', 'HELP', 'exit_code', 'explained', 'Commands', 'among_ranks', 'told_warnings',
+           'run_command', 'debug_option', 'out_option', 'bands_option', 'nproc_option', 'every_option', 'train',
+           'train_command', 'on_ranks', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command',
+           'data', 'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'bench_command', 'bench',
+           'resume_verb', 'inspect_verb', 'verify_verb', 'audit_command', 'audit', 'command', 'main']
 
 # %% ../nbs/21_cli.ipynb #7fda28a0
 import difflib
@@ -15,6 +17,7 @@ import errno
 import json
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +36,7 @@ from .console import (Meter, PartedCommand, RunFailed, Setting, facts, open_cons
 def exit_code(error: BaseException) -> int:
     """The exit code that an error means."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)): return 130
+    if getattr(error, "told", False) and error.__cause__: return exit_code(error.__cause__)
     if isinstance(error, RunFailed): return 1
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT): return 1
     return 2 if isinstance(error, (click.ClickException, ValueError, OSError, ImportError, NotImplementedError)) else 1
@@ -79,11 +83,17 @@ class Commands(click.Group):
         sys.exit(run_command(super().main, args))
 
 # %% ../nbs/21_cli.ipynb #f164c4cc
+def among_ranks() -> str:
+    """'' for rank 0 and for a process that is alone, else 'rank N: '."""
+    return f"rank {rank}: " if (rank := os.environ.get("RANK", "0")) != "0" else ""
+
 @contextmanager
 def told_warnings() -> Iterator[None]:
-    """While open, a Python warning is one line on standard error."""
+    """While open, a Python warning is one line on standard error; of several ranks the first one warns."""
+    def show(text: Warning | str, *where: Any, **more: Any) -> None:
+        if not among_ranks(): click.echo(f"warning: {sentence(Warning(text))}", err=True)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda text, *where, **more: click.echo(f"warning: {sentence(Warning(text))}", err=True)
+        warnings.showwarning = show
         yield
 
 def run_command(run: Callable[..., Any], args: list[str] | None) -> int:
@@ -93,7 +103,7 @@ def run_command(run: Callable[..., Any], args: list[str] | None) -> int:
         with told_warnings(): return run(args, prog_name="f16lab", standalone_mode=False, obj=state) or 0
     except (Exception, KeyboardInterrupt) as error:
         if state.debug: traceback.print_exc()
-        click.echo(f"f16lab: {explained(error)}", err=True)
+        if not getattr(error, "told", False): click.echo(f"f16lab: {among_ranks()}{explained(error)}", err=True)
         return exit_code(error)
 
 # %% ../nbs/21_cli.ipynb #ebde81e8
@@ -114,48 +124,87 @@ def bands_option(default: int) -> Setting:
                    help="repetitions of each profile with other rounding noise, and runs with other seeds, for a "
                         f"verdict  [default: {default}]")
 
+def nproc_option() -> Setting:
+    """--nproc."""
+    return Setting("--nproc", metavar="N", type=click.IntRange(1), default=None, part="Ranks",
+                   help="start N ranks on this machine, which share the micro-batches of a step (--accumulate is a "
+                        "multiple of N)  [default: the ranks that torchrun has started, or one]")
+
 def every_option() -> Setting:
     """--every."""
     return Setting("--every", metavar="N", type=click.IntRange(0), default=0, part="Output",
                    help="steps between lines (0: about twenty lines a run)")
 
 # %% ../nbs/21_cli.ipynb #f80c59e3
-def train_command() -> click.Command:
-    """f16lab train."""
-    from f16lab.options import profile_options, setting_options, slot_options
-    output = [out_option("folder of this run  [default: data/runs/TIME-PROFILE, or runs/… without a folder data]"),
-              Setting("--print-config", is_flag=True, part="Output", help="print the recipe as TOML and end"),
-              every_option()]
-    return PartedCommand("train", callback=train, help=TRAIN_HELP, examples=TRAIN_EXAMPLES, params=[
-        click.Argument(["recipe"], required=False), *profile_options(), *setting_options(), *output, *slot_options(),
-        debug_option()])
-
 TRAIN_HELP = """Train a model in one precision profile.
 
 RECIPE is a TOML file, such as --print-config prints. Options override it, one setting each; what is neither in the
 recipe nor given has the default shown here. The run folder gets recipe.toml and run.sqlite, the run log, which can be
 read while the run goes on.
-Ctrl-C stops after the step in hand; a second one stops at once."""
+Ctrl-C stops after the step in hand; a second one stops at once. With --save-every N the run keeps checkpoints, also
+when it is stopped; `f16lab resume` goes on from them, and so do the same words with --resume auto."""
 
 TRAIN_EXAMPLES = """
 f16lab train --f16 --steps 100
 f16lab train --model d4 --context 128 --profile bf16,master=none,rounding=kahan --out data/runs/mine
 f16lab train --all-f16 --precision-stable f32 --print-config > recipe.toml
 f16lab train recipe.toml --lr 3e-4 --seed 1
+f16lab train recipe.toml --save-every 200 --out data/runs/mine --resume auto
+f16lab train recipe.toml --nproc 2 --accumulate 2 --zero-stage 1
+torchrun --nproc-per-node 8 -m f16lab train recipe.toml --accumulate 8
 """
 
-def train(recipe: str | None, print_config: bool, out: str | None, every: int, **given: Any) -> int:
+def train(recipe: str | None, print_config: bool, out: str | None, resume_auto: str | None, every: int,
+          nproc: int | None, **given: Any) -> int:
     """The run that recipe and options describe."""
     from f16lab.config import to_toml
     from f16lab.options import configured
     config = configured(recipe, given)
     if print_config: return click.echo(to_toml(config), nl=False) or 0
     from f16lab.running import label_of, new_folder, train_run
-    return train_run(config, Path(out) if out else new_folder(label_of(config.profile)), open_console(), every)
+    from f16lab.saved_runs import check_auto
+    if resume_auto: check_auto(config, out)
+    folder, going_on = Path(out) if out else new_folder(label_of(config.profile)), bool(resume_auto)
+    if nproc: return on_ranks(nproc, config, folder, every, going_on)
+    return train_run(config, folder, open_console(), every, going_on)
+
+# %% ../nbs/21_cli.ipynb #75416f0f
+def train_command() -> click.Command:
+    """f16lab train."""
+    from f16lab.options import profile_options, setting_options, slot_options
+    output = [out_option("folder of this run  [default: data/runs/TIME-PROFILE, or runs/… without a folder data]"),
+              Setting("--resume", "resume_auto", type=click.Choice(["auto"]), default=None, part="Output",
+                      help="go on from the newest checkpoint in --out; start if there is none"),
+              Setting("--print-config", is_flag=True, part="Output", help="print the recipe as TOML and end"),
+              every_option(), nproc_option()]
+    return PartedCommand("train", callback=train, help=TRAIN_HELP, examples=TRAIN_EXAMPLES, params=[
+        click.Argument(["recipe"], required=False), *profile_options(), *setting_options(), *output, *slot_options(),
+        debug_option()])
+
+# %% ../nbs/21_cli.ipynb #ffbfe171
+def on_ranks(nproc: int, config: Any, folder: Path, every: int, going_on: bool) -> int:
+    """The run on several ranks of this machine; what can be checked is checked before they are started."""
+    from f16lab.config import to_toml
+    from f16lab.launcher import launch_ranks
+    from f16lab.running import check_folder
+    if rank := os.environ.get("RANK"):
+        raise ValueError(f"--nproc {nproc}: this process is rank {rank} already: leave it out")
+    if (n := config.data.accumulate) % nproc:
+        raise ValueError(f"--accumulate {n} with --nproc {nproc}: the ranks share the micro-batches of a step; give a "
+                         f"multiple of {nproc}, such as --accumulate {-(-n // nproc) * nproc}")
+    check_folder(folder, going_on)
+    with tempfile.TemporaryDirectory() as place:
+        recipe = Path(place) / "recipe.toml"
+        recipe.write_text(to_toml(config), encoding="utf-8")
+        words = ["train", str(recipe), "--out", str(folder), "--every", str(every), *["--resume", "auto"] * going_on]
+        code, died = launch_ranks(words, nproc)
+    if died: click.echo(f"f16lab: {died}", err=True)
+    return code
 
 # %% ../nbs/21_cli.ipynb #bb610eab
 def compare_command() -> click.Command:
     """f16lab compare."""
+    from f16lab.config import settings_of
     from f16lab.options import setting_options
     from f16lab.profile import PRESETS
     who = [Setting("--profiles", metavar="A,B,…", default=None, part="Who takes part",
@@ -165,8 +214,9 @@ def compare_command() -> click.Command:
                    help="one more, as text or as NAME:TEXT; may be given several times"),
            bands_option(0)]
     output = [out_option("folder of the comparison  [default: data/runs/TIME-compare, or runs/…]"), every_option()]
+    unused = [name for name, section, _ in settings_of() if section == "checkpoint"]  # it keeps no checkpoints
     return PartedCommand("compare", callback=compare, help=COMPARE_HELP, examples=COMPARE_EXAMPLES, params=[
-        click.Argument(["recipe"], required=False), *who, *setting_options(), *output, debug_option()])
+        click.Argument(["recipe"], required=False), *who, *setting_options(unused), *output, debug_option()])
 
 COMPARE_HELP = """Train several precision profiles side by side.
 
@@ -190,8 +240,10 @@ def compare(recipe: str | None, profiles: str | None, profile: tuple[str, ...], 
 def contest(config: Any, names: str, texts: tuple[str, ...], out: str | None, bands: int, every: int,
             label: str) -> int:
     """Compare in the folder that was given, or in a new one."""
+    from f16lab.config import warn_idle
     from f16lab.contest import contenders, run_contest
     from f16lab.running import new_folder
+    warn_idle(config.checkpoint, ("save_every",), "a comparison keeps no checkpoints")
     found = contenders(names, texts)
     return run_contest(config, found, Path(out) if out else new_folder(label), open_console(), bands, every)
 
@@ -321,12 +373,89 @@ def report(run: str, out: str | None) -> int:
     return show_report(Path(run), Path(out) if out else None, open_console())
 
 # %% ../nbs/21_cli.ipynb #7be8ac99
+BENCH_EXAMPLES = """
+f16lab bench kernels                                   every kernel, against the copy rate of the same run
+f16lab bench kernels --only AdamW --out adamw.json
+f16lab bench train --model d12 --batch 64 --accumulate 8 --profiles bf16_llmc,bf16,f16
+f16lab bench train --model tiny --profiles f32,f16     on a laptop"""
+
+BENCH_HELP = """Measure speed and memory on this machine.
+
+WHAT is kernels or train. Contenders take turns; times are medians with quartiles. All settings of `f16lab train`
+apply to train."""
+
+def bench_command() -> click.Command:
+    """f16lab bench."""
+    from f16lab.options import setting_options
+    own = [Setting("--profiles", metavar="A,B", default="f32,f16,bf16,bf16_llmc,all_f16", show_default=True,
+                   part="Bench", help="train: profiles, one after the other"),
+           Setting("--only", metavar="GROUP", multiple=True, part="Bench", help="kernels: a group; may be given again"),
+           Setting("--rounds", metavar="N", type=click.IntRange(1), default=20, show_default=True, part="Bench",
+                   help="timed rounds (train: timed steps)"),
+           Setting("--out", metavar="FILE", default=None, part="Bench", help="write everything as JSON")]
+    return PartedCommand("bench", callback=bench, help=BENCH_HELP, examples=BENCH_EXAMPLES, params=[
+        click.Argument(["what"], type=click.Choice(["kernels", "train"])), *own, *setting_options(), debug_option()])
+
+def bench(what: str, profiles: str, only: tuple[str, ...], rounds: int, out: str | None, **options: Any) -> int:
+    """Measure, print, write."""
+    from f16lab.bench_run import show_kernel_bench, show_train_bench
+    from f16lab.options import configured
+    config, page = configured(None, options), Path(out) if out else None
+    if what == "train":
+        names = [name.strip() for name in profiles.split(",") if name.strip()]
+        return show_train_bench(config, names, rounds, page, open_console())
+    return show_kernel_bench(config.run.device, only, rounds, page, open_console())
+
+# %% ../nbs/21_cli.ipynb #b31caecd
+def resume_verb() -> click.Command:
+    """f16lab resume."""
+    from f16lab.saved_runs import resume_command
+    return resume_command(every_option(), debug_option())
+
+def inspect_verb() -> click.Command:
+    """f16lab inspect."""
+    from f16lab.saved_runs import inspect_command
+    return inspect_command(debug_option())
+
+def verify_verb() -> click.Command:
+    """f16lab verify."""
+    from f16lab.saved_runs import verify_command
+    return verify_command(debug_option())
+
+# %% ../nbs/21_cli.ipynb #433b99a3
+AUDIT_EXAMPLES = """
+f16lab audit --profile all_f16 --data markov
+f16lab audit recipe.toml --device cuda"""
+
+AUDIT_HELP = """List every cast and every tensor of more than 16 bits of one training step.
+
+The second step of the run that RECIPE and options describe is looked at."""
+
+def audit_command() -> click.Command:
+    """f16lab audit."""
+    from f16lab.options import profile_options, setting_options, slot_options
+    return PartedCommand("audit", callback=audit, help=AUDIT_HELP, examples=AUDIT_EXAMPLES, params=[
+        click.Argument(["recipe"], required=False), *profile_options(), *setting_options(), *slot_options(),
+        debug_option()])
+
+def audit(recipe: str | None, **given: Any) -> int:
+    """The census of the run that recipe and options describe."""
+    from f16lab.audit import show_audit
+    from f16lab.options import configured
+    return show_audit(configured(recipe, given), open_console())
+
+# %% ../nbs/21_cli.ipynb #90f42a2c
 VERBS: Mapping[str, tuple[str, Callable[[], click.Command]]] = {
     "train": ("train a model in one precision profile", train_command),
+    "resume": ("go on with a run from its newest checkpoint", resume_verb),
     "compare": ("train several profiles side by side, and judge them", compare_command),
     "demo": ("a comparison with everything chosen, in two or three minutes", demo_command),
+    "inspect": ("what is in a checkpoint, and whether it is whole", inspect_verb),
+    "verify": ("prove that a run resumes with the same bits", verify_verb),
     "data": ("turn text into token shards, or check shards", data_command),
     "doctor": ("what this machine can do, and by which path", doctor_command),
+    "audit": ("casts and wide tensors of one training step", audit_command),
+    "bench": ("measure kernels or training on this machine", bench_command),
     "report": ("the HTML report of a run or a comparison", report_command)}
 
 HELP = """Which numbers may be small? Train real models in any mix of f16, bf16 and f32, and see what it does.
@@ -334,6 +463,7 @@ HELP = """Which numbers may be small? Train real models in any mix of f16, bf16 
 \b
 f16lab demo                              a first look, in two or three minutes
 f16lab train --f16 --steps 100           one run
+f16lab resume data/runs/my-run           a run that was interrupted
 f16lab compare --profiles f32,f16,bf16   several, side by side
 f16lab train --help                      all settings and presets
 

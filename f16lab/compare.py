@@ -25,7 +25,7 @@ from .config import TrainConfig, to_dict, to_toml
 from .events import EvalRecord, EventRecord, RunEnded, StepRecord
 from .inputs import Source, open_source
 from .nn import named_parameters_once
-from .ops import block_sums
+from .ops import blocksum
 from .packing import to_json
 from .precision import BF16, F16, Precision
 from .profile import (PRESETS, PrecisionProfile, bytes_per_parameter, preset_name, slot_values, storage_of,
@@ -127,7 +127,7 @@ def weights(racer: Racer) -> dict[str, Tensor]:
 # %% ../nbs/17_compare.ipynb #d702f59d
 def square_sums(x: Mapping[str, Tensor]) -> Tensor:
     """Σ x² of each tensor, f64 [tensors], on the CPU."""
-    return torch.stack([block_sums(t.double().square()).sum() for t in x.values()]).cpu()
+    return torch.stack([blocksum(t, squares=True) for t in x.values()]).cpu()
 
 def relative(square: Tensor, of: Tensor) -> Any:
     """√(square/of) as numbers, entry by entry: 0 where both are 0, inf where only the divisor is."""

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'MAX_Z', 'COMPILERS', 'SECTIONS', 'setting', 'require', 'typed', 'check_section', 'ModelSettings',
-           'warn_idle', 'require_word', 'DataSettings', 'OptimizerSettings', 'RunSettings', 'TrainConfig',
-           'settings_of', 'with_settings', 'to_dict', 'to_toml', 'from_dict', 'read_recipe']
+           'warn_idle', 'require_word', 'DataSettings', 'OptimizerSettings', 'RunSettings', 'ParallelSettings',
+           'CheckpointSettings', 'TrainConfig', 'settings_of', 'with_settings', 'to_dict', 'to_toml', 'from_dict',
+           'read_recipe']
 
 # %% ../nbs/13a_config.ipynb #1a59fb15
 import dataclasses
@@ -152,6 +153,7 @@ class RunSettings:
     meters_every: int = setting(10, "steps between measurements of lost updates (0: never)")
     ledger: bool = setting(True, "record casts")
     compile: str = setting("none", "none, aot_eager or inductor (torch.compile)")
+    deterministic: bool = setting(True, "the same bits from run to run; off: a quicker attention on GPUs")
     threads: int = setting(0, "CPU threads of torch (0: as torch finds them)")
     mfu: bool = setting(False, "measure the peak of the device at the start and report model FLOP utilisation")
 
@@ -161,8 +163,51 @@ class RunSettings:
         require(self.seed < 2**32, "seed", self.seed, "it must be below 2^32")
         require_word(self.compile, "compile", COMPILERS)
 
+# %% ../nbs/13a_config.ipynb #462a767c
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How ranks share the work. How many there are is not part of a recipe: the launcher says it."""
+
+    zero_stage: int = setting(0, "0: every rank keeps all optimizer state; 1: each keeps and updates its part (ZeRO-1)")
+    zero_fallback: bool = setting(False, "take stage 1 where stage 2 or 3 is asked for")
+    rendezvous: str = setting("env", "where ranks meet: env (torchrun), tcp://HOST:PORT, fs:///FOLDER or mpi")
+    timeout: float = setting(40.0, "seconds that ranks wait for one that does not come, before all of them end")
+    start_timeout: float = setting(300.0, "the same while the ranks meet and load their data")
+    bucket: float = setting(25.0, "MiB of gradients that are reduced together")
+
+    def __post_init__(self):
+        check_section(self, zero_stage=0, timeout=1, start_timeout=1, bucket=0)
+        require(self.zero_stage < 4, "zero_stage", self.zero_stage, "allowed are 0 and 1")
+        require(self.zero_stage < 2 or self.zero_fallback, "zero_stage", self.zero_stage,
+                "gradients and weights are not divided among ranks here; allowed are 0 and 1, or "
+                "zero_fallback=true to take 1 instead")
+        if self.zero_stage < 2: return
+        warnings.warn(f"zero_stage={self.zero_stage} is not built: stage 1 is used", stacklevel=3)
+
+    @property
+    def stage(self) -> int:
+        """The stage that is used, 0 or 1."""
+        return min(self.zero_stage, 1)
+
+# %% ../nbs/13a_config.ipynb #32491b25
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When the state of a run is saved, and which of the saved ones stay."""
+
+    save_every: int = setting(0, "steps between checkpoints (0: none but on command)")
+    keep: int = setting(2, "newest checkpoints that stay (0: all)")
+    major: int = setting(0, "checkpoints at multiples of this step stay as well (0: none)")
+    save_at_end: bool = setting(True, "a checkpoint after the last step, if there are checkpoints")
+    save_on_stop: bool = setting(True, "a checkpoint when the run is stopped, if there are checkpoints")
+
+    def __post_init__(self):
+        check_section(self, save_every=0, keep=0, major=0)
+        if not self.keep: warn_idle(self, ("major",), "keep=0 keeps every checkpoint")
+        if not self.save_every: warn_idle(self, ("save_at_end",), "save_every=0")
+
 # %% ../nbs/13a_config.ipynb #572da158
-SECTIONS = {"model": ModelSettings, "data": DataSettings, "optimizer": OptimizerSettings, "run": RunSettings}
+SECTIONS = {"model": ModelSettings, "data": DataSettings, "optimizer": OptimizerSettings, "run": RunSettings,
+            "checkpoint": CheckpointSettings, "parallel": ParallelSettings}
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -173,6 +218,8 @@ class TrainConfig:
     data: DataSettings = DataSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     run: RunSettings = RunSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    parallel: ParallelSettings = ParallelSettings()
 
     def __post_init__(self):
         require(isinstance(self.profile, (str, PrecisionProfile)), "profile", self.profile,

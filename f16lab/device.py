@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ALL_BOUNDARY', 'ELEMENTWISE', 'ROWS_ADDED', 'ATTENTION', 'SUMS', 'Path', 'DispatchTable', 'ask_elements', 'ask_sum',
            'ask_rows_added', 'ask_product', 'ask_linear', 'ask_linear_back', 'ask_attention', 'flush_note', 'Candidate',
-           'candidates', 'exact_products', 'half_sums', 'ask_device', 'table_for', 'using_table', 'open_device',
-           'cuda_status', 'Finding', 'cupy_finding', 'gpu_findings', 'table_findings', 'doctor']
+           'candidates', 'exact_products', 'half_sums', 'ask_device', 'table_for', 'kernels_open', 'using_table',
+           'open_device', 'cuda_status', 'Finding', 'cupy_finding', 'gpu_findings', 'table_findings', 'doctor']
 
 # %% ../nbs/05_device.ipynb #c16938ac
 import importlib.util
@@ -57,7 +57,7 @@ ALL_BOUNDARY = DispatchTable((), f32=Path.BOUNDARY, why=(("*", "F16LAB_FORCE_BOU
 
 # %% ../nbs/05_device.ipynb #d6e1da02
 def _rounds_once(native: Tensor, exact: Tensor, p: Precision, rare: float = 0.02) -> str:
-    """'' if `native` is the f64 `exact` rounded once to `p`, a `rare` share of f32 ties aside; else why to refuse it."""
+    """'' if `native` is the f64 `exact` rounded once to `p`, a `rare` share of ties aside; else why to refuse it."""
     right = exact.to(torch.float32).to(p.dtype)
     if not torch.equal(native.isnan(), right.isnan()): return "NaN is not passed on"
     differ = ((native != right) & ~right.isnan()).double().mean().item()
@@ -269,6 +269,12 @@ def _ask_once(kind: str) -> DispatchTable:
     _tables[kind] = ask_device(kind)
     return _tables[kind]
 
+# %% ../nbs/05_device.ipynb #b405b95a
+def kernels_open(kind: str) -> bool:
+    """Whether devices of this kind were opened and have our own kernels; asks nothing."""
+    table = _tables.get(kind)
+    return table is not None and table.kernels
+
 # %% ../nbs/05_device.ipynb #b274620c
 @contextmanager
 def using_table(table: DispatchTable, kind: str = "cpu") -> Iterator[None]:
@@ -346,7 +352,8 @@ def table_findings(kind: str) -> tuple[Finding, ...]:
         named = ", ".join(ops) or "nothing"
         out.append(Finding(f"{kind} {p.tag}", "info", f"native: {named}; all else at the boundary (← = backward)"))
     told = [("refused", *line) for line in table.why] + [("limit", *line) for line in table.notes]
-    own = [Finding(f"{kind} kernels", "info", "our own CUDA kernels go before native operators")] if table.kernels else []
+    first = Finding(f"{kind} kernels", "info", "our own CUDA kernels go before native operators")
+    own = [first] if table.kernels else []
     return (*own, *out, *(Finding(f"{kind} {what}", "info", f"{name}: {text}") for what, name, text in told))
 
 # %% ../nbs/05_device.ipynb #5fb58979

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CastRow', 'TensorStat', 'Histogram', 'StepRecord', 'EvalRecord', 'SampleRecord', 'EventRecord', 'HistogramRecord',
-           'RunStarted', 'RunEnded', 'Bus']
+           'RunStarted', 'RunResumed', 'RunEnded', 'Bus']
 
 # %% ../nbs/03_events.ipynb #90491abd
 import math
@@ -120,6 +120,13 @@ class RunStarted:
     "First record of a run: configuration as plain dicts, versions of the libraries."
     config: Mapping[str, Any]
     versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunResumed:
+    "The run goes on after `step` steps: what was logged of later ones is taken back, since they are taken again."
+    step: int
+    text: str = ''
 
 
 @dataclass(frozen=True)

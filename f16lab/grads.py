@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from .precision import Precision
 from .profile import static_scale
+from .sum_kernels import block_sums, blocksum
 
 # %% ../nbs/10_grads.ipynb #a6444818
 BLOCK = 1024  # elements; fixed for good: norms, keyed noise and shards are counted in it
@@ -168,18 +169,12 @@ class GradBuffer:
 # %% ../nbs/10_grads.ipynb #0dbbf23b
 def block_square_sums(flat: Tensor, rows: int = 128) -> Tensor:
     """Sum of squares of each block of a flat buffer, f64 [blocks]; the same bits however blocks are shared."""
-    out = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
-    rows = rows if flat.is_cpu else 256 * rows
-    scratch = torch.empty(min(rows, len(flat)), BLOCK, dtype=torch.float64, device=flat.device)
-    for i in range(0, len(flat), rows):
-        part = scratch[: len(flat[i : i + rows])].copy_(flat[i : i + rows])
-        torch.sum(part.mul_(part), 1, out=out[i : i + rows])
-    return out
+    return block_sums(flat, squares=True, rows=rows)
 
 
 def in_order(sums: Tensor) -> Tensor:
-    """Σ of block sums [n] in index order, f64 scalar."""
-    return sums.cumsum(0)[-1]
+    """Σ of block sums [n], f64 scalar, in the fixed order of `blocksum`; zeros at the end change no bit."""
+    return blocksum(sums)
 
 # %% ../nbs/10_grads.ipynb #605e9d89
 @dataclass(frozen=True)
@@ -202,8 +197,8 @@ def grad_stats(
 ) -> GradStats:
     """Global norm and finite flag over all buffers, with one read of the device."""
     for buffer in buffers: buffer.check()
-    sums = torch.cat([gather(block_square_sums(part(buffer.flat))) for buffer in buffers])
-    total = in_order(sums).item()
+    totals = [in_order(gather(block_square_sums(part(buffer.flat)))) for buffer in buffers]
+    total = in_order(torch.stack(totals)).item()
     return GradStats(math.sqrt(total) / scale, math.isfinite(total), scale)
 
 # %% ../nbs/10_grads.ipynb #16c4773b

@@ -24,6 +24,7 @@ from .grads import BLOCK, FlatLayout, Gather, GradBuffer, f32
 from .precision import BF16, F16, F32, F64, Precision, promote
 from .profile import PrecisionProfile, static_scale, storage_of
 from .rounding import Purpose, kahan_scale, noise_blocks, squirrel_noise5, tensor_id
+from .sum_kernels import has_kernels, reround_blocks
 
 # %% ../nbs/10b_groups.ipynb #747b080b
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def choose_scale(group: Group, gather: Gather) -> None:
     group.S = group.S_next
     if group.looks is None: return
     looks = gather(group.looks)
-    low, live = group.layout.collect(looks[:, 1:]).unbind(1)
+    low, live = group.layout.collect(looks[:, 1:].double()).unbind(1)  # counts above 2^24 stay exact, in any order
     group.S_next = next_scale(group.S, group.layout.collect_max(looks[:, 0].contiguous()), low, live)
 
 # %% ../nbs/10b_groups.ipynb #b09980d1
@@ -306,6 +307,9 @@ def reround(group: Group, seed: int, rows: int = 128) -> Tensor:
     p, drawn = group.slots.storage, group.slots.rounding == "stochastic"
     keys = block_keys(group, seed, [max(0, step) for step in group.key_step], Purpose.WRITE_BACK)
     fresh = group.layout.column(torch.tensor([step < 0 for step in group.key_step], device=group.device))[group.own]
+    if has_kernels(group.master):
+        first = group.layout.tables(group.device)[1][group.own]
+        return reround_blocks(group.master, p, keys.contiguous() if drawn else None, first, fresh[:, 0].contiguous())
     out = torch.empty(len(group.master), BLOCK, dtype=p.dtype, device=group.device)
     for at in range(0, len(out), rows):
         part = slice(at, min(len(out), at + rows))

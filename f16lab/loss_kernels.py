@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .launch import CODES, blocks_of, check_tensors, launch
+from .launch import CODES, blocks_of, check_tensors, launch, shared_memory
 from .precision import BF16, F16, F32, Precision
 
 # %% ../nbs/05d_loss_kernels.ipynb #725db02a
@@ -38,6 +38,13 @@ def _check(z: Tensor, targets: Tensor, classes: int) -> None:
 # %% ../nbs/05d_loss_kernels.ipynb #9eb8ee7a
 LOSSES, GRADIENTS = 1, 2  # what a launch computes
 
+def _resident(mode: int, z: Tensor, d: Tensor | None, device: torch.device) -> int:
+    """Bytes of shared memory for one row, if the kernel that keeps it there can be used; else 0."""
+    lanes = _lanes(z, d)
+    if mode != LOSSES | GRADIENTS or lanes == 1: return 0
+    need = -(-z.shape[1] // (1024 * lanes)) * 1024 * 16
+    return need if need <= shared_memory(device) else 0
+
 def _run(mode: int, z: Tensor, d: Tensor | None, targets: Tensor, rows: Tensor | None, lse: Tensor, classes: int,
          ignore: int, factor: float = 1.0, factor_at: Tensor | None = None) -> None:
     """One launch over all rows of z [N, V]."""
@@ -46,17 +53,18 @@ def _run(mode: int, z: Tensor, d: Tensor | None, targets: Tensor, rows: Tensor |
     given = {name: t for name, t in named.items() if t is not None}
     device = check_tensors("cross_entropy", given, [name for name in ("gradient", "losses") if name in given])
     if not z.numel(): return
-    kinds = CODES[Precision.of(z)], CODES[Precision.of(z if d is None else d)]
-    expression = f"cross_entropy<{kinds[0]}, {kinds[1]}, {mode}, {_lanes(z, d)}>"
-    per = 1 if z.element_size() > 2 else 2
-    launch("cross_entropy.cu", expression, device, min(len(z), blocks_of(device, per)), z, d, targets, rows, lse,
+    kinds, lanes = (CODES[Precision.of(z)], CODES[Precision.of(z if d is None else d)]), _lanes(z, d)
+    shared, per = _resident(mode, z, d, device), 1 if z.element_size() > 2 else 2
+    name = f"cross_entropy_resident<{kinds[0]}, {kinds[1]}, {lanes}>" if shared else \
+           f"cross_entropy<{kinds[0]}, {kinds[1]}, {mode}, {lanes}>"
+    launch("cross_entropy.cu", name, device, min(len(z), blocks_of(device, per)), z, d, targets, rows, lse,
            np.int64(len(z)), np.int32(z.shape[1]), np.int32(classes), np.int64(ignore), np.float32(factor), factor_at,
-           threads=1024)
+           threads=1024, shared=shared)
 
 # %% ../nbs/05d_loss_kernels.ipynb #caf1c433
 @torch.library.custom_op("f16lab::cross_entropy_losses", mutates_args=())
 def cross_entropy_losses(z: Tensor, targets: Tensor, classes: int, ignore: int) -> tuple[Tensor, Tensor]:
-    """Row losses and log-sum-exps, f32 [N], of logits z [N, V] (f16, bf16 or f32, CUDA); 0 where targets are `ignore`."""
+    """Row losses and log-sum-exps, f32 [N], of logits z [N, V] (f16, bf16, f32; CUDA); 0 where a target is `ignore`."""
     rows, lse = (z.new_empty(len(z), dtype=torch.float32) for _ in range(2))
     _run(LOSSES, z, None, targets, rows, lse, classes, ignore)
     return rows, lse
@@ -69,7 +77,7 @@ def _(z, targets, classes, ignore):
 @torch.library.custom_op("f16lab::cross_entropy_gradients", mutates_args=())
 def cross_entropy_gradients(z: Tensor, targets: Tensor, lse: Tensor, factor: Tensor, classes: int, ignore: int,
                             dtype: torch.dtype) -> Tensor:
-    """(softmax z − one-hot) · factor [N, V] in `dtype`; factor: f32 scalar on the device. 0 in ignored rows, padding."""
+    """(softmax z − one-hot) · factor [N, V] in `dtype`; factor: f32 scalar on the device. Ignored rows, padding: 0."""
     d = torch.empty_like(z, dtype=dtype)
     _run(GRADIENTS, z, d, targets, None, lse, classes, ignore, 1.0, factor)
     return d

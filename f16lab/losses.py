@@ -19,7 +19,7 @@ from .loss_kernels import cross_entropy_both, cross_entropy_gradients, cross_ent
 from .matmul import product
 from .operators import precision_of, work_of
 from .precision import BF16, F16, F32, F64, Precision
-from .rows import blocksum
+from .sum_kernels import blocksum
 
 # %% ../nbs/06e_losses.ipynb #27c93555
 class Loss(NamedTuple):
@@ -101,6 +101,7 @@ def _direct_gradient(z: Tensor, targets: Tensor, lse: Tensor, g: Tensor, p: Prec
     return cross_entropy_gradients(z, targets, lse, factor if tensor is None else factor * tensor, o.classes,
                                    o.ignore_index, dtype)
 
+# %% ../nbs/06e_losses.ipynb #f91c653b
 class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits in P and the log-sum-exps in f32; the backward rounds its gradient once to P."""
 
@@ -276,7 +277,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
 # %% ../nbs/06e_losses.ipynb #d8d46dbe
 def _chunk_rows(chunk: int | None, rows: int, columns: int, kind: str = "cpu") -> int:
-    """`chunk`; by default all rows while the logits stay under 64 Mi numbers (GPU: 512 Mi, in equal chunks), at least 1."""
+    """`chunk`; by default all rows up to 64 Mi logits (GPU: up to 512 Mi, in equal chunks); at least 1."""
     if chunk is not None and chunk < 1: raise ValueError(f"head_cross_entropy: chunk={chunk}; it must be 1 row or more")
     if chunk is not None: return chunk
     if kind == "cpu": return max(1, min(rows, 2**26 // columns))

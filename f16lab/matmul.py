@@ -82,7 +82,9 @@ def linear(
     return apply_operator(LINEAR, p, layer, _accumulation(accum, p, x, w), x, w, b, out=out)
 
 # %% ../nbs/06b_matmul.ipynb #4afbf7a8
-def _matmul_plain(a, b, accum=F32, alpha=1.0): return product(a, b, accum) if alpha == 1 else product(a, b, accum) * alpha
+def _matmul_plain(a, b, accum=F32, alpha=1.0):
+    y = product(a, b, accum)
+    return y if alpha == 1 else y * alpha
 
 def _times(y, alpha): return y if alpha == 1 else y.mul_(alpha)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import ops
 from f16lab.nn import (
     Block, BlockSpec, Conv2d, Draw, Dropout, Embedding, InitialValues, Layer, Linear, Norm, block_linear,
-    check_constant, check_sizes, initialise, named_parameters_once,
+    check_constant, check_sizes, initialise, named_parameters_once, sum_and_norm,
 )
 from .ops import Loss
 from .precision import F32
@@ -195,12 +195,12 @@ class Transformer(Model):
         self.lm_head = Head(self.wte, c.vocab_size, profile)
 
     def hidden(self, ids: Tensor, draw: Draw | None = None) -> Tensor:
-        """Last hidden states [B, T, C], in slot `stable` of `ln_f`."""
+        """Last hidden states [B, T, C], in what the head reads (in slot `stable` of `ln_f` if that is 16 bits)."""
         check_tokens(ids, self.config)
         rope = None if self.rope is None else self.rope[:, : ids.shape[1]].unbind(0)
         x, mask = self.drop(embedded(self, ids), draw), self.visible(ids)
-        for block in self.blocks: x = block(x, mask, draw, rope)
-        return self.ln_f(x)
+        for block in self.blocks: x = block(x, mask, draw, rope, pending=True)
+        return sum_and_norm(self.ln_f, x, self.lm_head.p_.compute)[1]
 
     def visible(self, ids: Tensor) -> Tensor | None:
         """Mask of the keys that may be seen, True = visible; None: all that come before."""

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['ZEROS', 'ONES', 'inverse_normal', 'keyed_normal', 'Init', 'check_constant', 'Layer', 'named_parameters_once',
-           'InitialValues', 'initialise', 'check_sizes', 'Linear', 'Embedding', 'Norm', 'Draw', 'Dropout',
-           'absmean_ternary', 'BitLinear', 'block_linear', 'BlockSpec', 'SelfAttention', 'FeedForward', 'Block',
-           'Conv2d']
+           'InitialValues', 'initialise', 'check_sizes', 'Linear', 'Embedding', 'Pending', 'Norm', 'sum_and_norm',
+           'Draw', 'Dropout', 'absmean_ternary', 'BitLinear', 'block_linear', 'BlockSpec', 'SelfAttention',
+           'FeedForward', 'Block', 'Conv2d']
 
 # %% ../nbs/08_nn.ipynb #9903c1f8
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -218,6 +219,19 @@ class Embedding(Layer):
         return ops.gather_rows(self.weight, ids, p=self.p_.compute, layer=self.path)
 
 # %% ../nbs/08_nn.ipynb #4abc6ec0
+class Pending(NamedTuple):
+    """A residual sum x + y that is not taken yet; in `p`, under the name of `layer`."""
+
+    x: Tensor
+    y: Tensor
+    p: Precision
+    layer: str
+
+    def added(self) -> Tensor:
+        """The sum."""
+        return ops.add(self.x, self.y, p=self.p, layer=self.layer)
+
+# %% ../nbs/08_nn.ipynb #0d829f8e
 class Norm(Layer):
     """LayerNorm ('layer', weight and bias) or RMSNorm ('rms', weight) over the last dimension, in slot `stable`."""
 
@@ -229,11 +243,26 @@ class Norm(Layer):
         self.add_parameter("weight", (channels,), ONES)
         if kind == "layer": self.add_parameter("bias", (channels,), ZEROS)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., channels]; `eps` enters as an f32 (f64) scalar, statistics are never narrower."""
+    def forward(self, x: Tensor | Pending, out: Precision | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., channels]; `eps` enters as an f32 (f64) scalar, statistics are never narrower. `out`: what the next
+        layer reads; heeded where nothing is rounded to `stable` first. Of a pending sum: (the sum, its norm)."""
         p = self.p_.stable
-        if self.kind == "rms": return ops.rms_norm(x, self.weight, p=p, eps=self.eps, layer=self.path)
-        return ops.layer_norm(x, self.weight, self.bias, p=p, eps=self.eps, layer=self.path)
+        if accumulator(p) is not p: out = None
+        if not isinstance(x, Pending): return self.normed(x, p, out)
+        if self.kind == "rms": return (y := x.added()), self.normed(y, p, out)
+        return ops.residual_layer_norm(x.x, x.y, self.weight, self.bias, p=x.p, stable=p, out=out, eps=self.eps,
+                                       layer=x.layer, norm_layer=self.path)
+
+    def normed(self, x: Tensor, p: Precision, out: Precision | None) -> Tensor:
+        """The norm of x in `p`, handed over in `out`."""
+        if self.kind == "rms": return ops.rms_norm(x, self.weight, p=p, out=out, eps=self.eps, layer=self.path)
+        return ops.layer_norm(x, self.weight, self.bias, p=p, out=out, eps=self.eps, layer=self.path)
+
+
+def sum_and_norm(norm: Norm, x: Tensor | Pending, out: Precision | None) -> tuple[Tensor, Tensor]:
+    """`x`, added up if it was pending, and its norm for a layer that reads `out`."""
+    y = norm(x, out)
+    return y if isinstance(x, Pending) else (x, y)
 
 # %% ../nbs/08_nn.ipynb #b086a3c2
 @dataclass(frozen=True)
@@ -258,9 +287,13 @@ class Dropout(Layer):
         super().__init__(profile, path)
         self.rate = rate
 
+    def drops(self, draw: Draw | None) -> bool:
+        """Whether anything is dropped."""
+        return draw is not None and self.rate != 0
+
     def forward(self, x: Tensor, draw: Draw | None = None) -> Tensor:
         """x [B, ...]: a batch whose first sample has the number `draw.sample0`; `x` itself without a draw."""
-        if draw is None or self.rate == 0: return x
+        if not self.drops(draw): return x
         return ops.dropout(x, self.rate, p=self.p_.compute, key=draw.key(self.path), start=draw.sample0 * x[0].numel(),
                            layer=self.path)
 
@@ -351,11 +384,18 @@ class FeedForward(Layer):
         self.gate = block_linear(spec.channels, spec.ff, profile, f"{path}.gate", std=spec.std) if gated else None
         self.proj = block_linear(spec.ff, spec.channels, profile, f"{path}.proj", std=spec.residual_std)
 
+    @property
+    def reads(self) -> Precision | None:
+        """What the one product that reads x takes. None with a gate: two read x, and their gradients meet unrounded."""
+        return self.fc.p_.compute if self.gate is None else None
+
     def forward(self, x: Tensor) -> Tensor:
         """Two matmuls and one element-wise operator (three and one with a gate)."""
         p, layer = self.p_.compute, self.path
         h = self.fc(x)
-        h = ops.gelu(h, p=p, layer=layer) if self.gate is None else ops.swiglu(h, self.gate(x), p=p, layer=layer)
+        arith = self.p_.arith
+        if self.gate is None: h = ops.gelu(h, p=p, arith=arith, layer=layer)
+        else: h = ops.swiglu(h, self.gate(x), p=p, arith=arith, layer=layer)
         return self.proj(h)
 
 # %% ../nbs/08_nn.ipynb #42558965
@@ -374,17 +414,19 @@ class Block(Layer):
         self.ln2_out = norm("ln2_out") if peri else None
         self.drop1, self.drop2 = (Dropout(spec.dropout, profile, f"{path}.drop{i}") for i in (1, 2))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, draw: Draw | None = None,
-                rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """x + drop(norm(branch(norm(x)))), twice; the outer norm only with Peri-LN."""
-        y = self.attn(self.ln1(x), mask, rope)
-        x = self.add(x, self.drop1(y if self.ln1_out is None else self.ln1_out(y), draw))
-        y = self.mlp(self.ln2(x))
-        return self.add(x, self.drop2(y if self.ln2_out is None else self.ln2_out(y), draw))
+    def forward(self, x: Tensor | Pending, mask: Tensor | None = None, draw: Draw | None = None,
+                rope: tuple[Tensor, Tensor] | None = None, *, pending: bool = False) -> Tensor | Pending:
+        """x + drop(norm(branch(norm(x)))), twice; the outer norm only with Peri-LN. `pending`: the last sum is left."""
+        x, h = sum_and_norm(self.ln1, x, self.attn.qkv.p_.compute)
+        x = self.add(x, self.attn(h, mask, rope), self.ln1_out, self.drop1, draw)
+        x, h = sum_and_norm(self.ln2, x, self.mlp.reads)
+        x = self.add(x, self.mlp(h), self.ln2_out, self.drop2, draw)
+        return x if pending else x.added()
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual sum."""
-        return ops.add(x, y, p=self.p_.compute, layer=self.path)
+    def add(self, x: Tensor, y: Tensor, norm: Norm | None, drop: Dropout, draw: Draw | None) -> Pending:
+        """The residual sum with the branch y, after its norm, in what reads it next, and its dropout."""
+        if norm is not None: y = norm(y, (drop if drop.drops(draw) else self).p_.compute)
+        return Pending(x, drop(y, draw), self.p_.compute, self.path)
 
 # %% ../nbs/08_nn.ipynb #806c0c9a
 class Conv2d(Layer):

@@ -25,12 +25,13 @@ class Kernels:
 
     takes(tensors, p, out, **options): whether they cover this call, tensors as the caller gave them
     forward(*tensors, p=, out=, **options): (output in `out`, statistics)
-    backward(g, tensors, statistics, needs, outs, p=, **options): gradients in `outs` (one precision an operand), or None
+    backward(g, tensors, statistics, needs, outs, p=, **options): gradients in `outs`, one an operand, or None
     """
 
     takes: Callable[..., bool]
     forward: Callable[..., tuple]
     backward: Callable[..., tuple]
+    always: bool = False  # also where all is f32, and torch's own operator would do
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,12 @@ def apply_operator(
     """Run `op` at precision `p`; differentiable. The output has precision `out` or `p`."""
     if not isinstance(p, Precision): p = precision_of(p, *tensors)
     out = p if out is None else resolve(out, ())
-    if (p is F32 or p is F64) and out is p and table_for(tensors[0].device.type).f32 is Path.NATIVE:
-        for t in tensors:
-            if t is not None and t.dtype is not p.dtype: return op.plain(*_brought(tensors, p, layer, op), **options)
-        return op.plain(*tensors, **options)
+    table = table_for(tensors[0].device.type)
+    if (p is F32 or p is F64) and out is p and table.f32 is Path.NATIVE:
+        mixed = _mixed(tensors, p)
+        ours = op.kernels is not None and (mixed or op.kernels.always)
+        if not (ours and _kernel_allowed(op, table, tensors, p, out, options)):
+            return op.plain(*(_brought(tensors, p, layer, op) if mixed else tensors), **options)
     grad_dtypes = tuple(None if t is None or not t.is_floating_point() else grad_dtype_of(t) for t in tensors)
     return _Apply.apply((op, p, out, layer, options, grad_dtypes), *tensors)
 
@@ -157,6 +160,12 @@ def precision_of(p: Precision | None, *tensors: Tensor | None) -> Precision:
     if p is None: return resolve(p, [Precision.of(t) for t in tensors if t is not None and t.is_floating_point()])
     if isinstance(p, int | float): raise ValueError(f"p={p} is a number, not a precision such as F16")
     return resolve(p, ())
+
+def _mixed(tensors: tuple, p: Precision) -> bool:
+    """Whether an operand is not in `p`."""
+    for t in tensors:
+        if t is not None and t.dtype is not p.dtype and t.is_floating_point(): return True
+    return False
 
 def _brought(tensors: tuple, p: Precision, layer: str, op: Operator) -> tuple[Tensor | None, ...]:
     """The operands in `p` by differentiable casts; None and integer tensors pass."""

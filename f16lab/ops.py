@@ -6,9 +6,9 @@
 __all__ = ['TOLERANCE', 'deviation', 'Loss', 'add', 'add_', 'attention', 'batched_matmul', 'block_sums', 'blocksum', 'clone',
            'col_sum', 'conv2d', 'cross_entropy', 'cumsum', 'div', 'dropout', 'exp', 'gather_rows', 'gelu',
            'head_cross_entropy', 'insert_rows', 'layer_norm', 'linear', 'matmul', 'max_pool2d', 'mean', 'merge_heads',
-           'mul', 'relu', 'reshape', 'rms_norm', 'rope', 'rope_table', 'row_sum', 'scale', 'scale_', 'scatter_add_rows',
-           'sigmoid', 'silu', 'slice_rows', 'softmax', 'split_heads', 'sqrt', 'sub', 'swiglu', 'tanh', 'to_numpy',
-           'total', 'transfer', 'transpose']
+           'mul', 'relu', 'reshape', 'residual_layer_norm', 'rms_norm', 'rope', 'rope_table', 'row_sum', 'scale',
+           'scale_', 'scatter_add_rows', 'sigmoid', 'silu', 'slice_rows', 'softmax', 'split_heads', 'sqrt', 'sub',
+           'swiglu', 'tanh', 'to_numpy', 'total', 'transfer', 'transpose']
 
 # %% ../nbs/07_ops.ipynb #1e7fed30
 from torch import Tensor
@@ -19,17 +19,18 @@ from .matmul import batched_matmul, conv2d, linear, matmul, max_pool2d
 from .pointwise import (add, add_, div, dropout, exp, gelu, mul, relu, scale, scale_, sigmoid, silu, sqrt, sub,
                               swiglu, tanh)
 from .precision import BF16, E4M3, E5M2, F16, F32, F64, Precision
-from .rows import (clone, col_sum, cumsum, gather_rows, insert_rows, layer_norm, mean,
-                         reshape, rms_norm, rope, rope_table, row_sum, scatter_add_rows, slice_rows, softmax, to_numpy,
-                         total, transfer, transpose)
+from .rows import (clone, col_sum, cumsum, gather_rows, insert_rows, layer_norm, mean, reshape,
+                         residual_layer_norm, rms_norm, rope, rope_table, row_sum, scatter_add_rows, slice_rows,
+                         softmax, to_numpy, total, transfer, transpose)
 from .sum_kernels import block_sums, blocksum
 
 # %% ../nbs/07_ops.ipynb #ca35e5a8
 _all_ = ["Loss", "add", "add_", "attention", "batched_matmul", "block_sums", "blocksum", "clone", "col_sum", "conv2d",
          "cross_entropy", "cumsum", "div", "dropout", "exp", "gather_rows", "gelu", "head_cross_entropy", "insert_rows",
-         "layer_norm", "linear", "matmul", "max_pool2d", "mean", "merge_heads", "mul", "relu", "reshape", "rms_norm",
-         "rope", "rope_table", "row_sum", "scale", "scale_", "scatter_add_rows", "sigmoid", "silu", "slice_rows", "softmax",
-         "split_heads", "sqrt", "sub", "swiglu", "tanh", "to_numpy", "total", "transfer", "transpose"]
+         "layer_norm", "linear", "matmul", "max_pool2d", "mean", "merge_heads", "mul", "relu", "reshape",
+         "residual_layer_norm", "rms_norm", "rope", "rope_table", "row_sum", "scale", "scale_", "scatter_add_rows",
+         "sigmoid", "silu", "slice_rows", "softmax", "split_heads", "sqrt", "sub", "swiglu", "tanh", "to_numpy",
+         "total", "transfer", "transpose"]
 
 # %% ../nbs/07_ops.ipynb #56d70f10
 TOLERANCE: dict[Precision, float] = {F64: 1e-12, F32: 2e-6, F16: 2**-10, BF16: 2**-7, E4M3: 2**-3, E5M2: 2**-2}

@@ -55,7 +55,7 @@ def step_scratch(groups: Sequence[Group], p: Precision, rows: int = 128) -> tupl
 # %% ../nbs/11_optim.ipynb #cd14f049
 def update_one(optimizer: "AdamWSteps", group: Group, numbers: StepNumbers, measure: bool) -> None:
     """One AdamW step of one group, by the kernel where it can be used."""
-    if has_kernel(group): update_group_on_gpu(group, numbers, measure, optimizer.gather)
+    if group.label in optimizer.fused: update_group_on_gpu(group, numbers, measure, optimizer.gather)
     else: update_group(group, numbers, optimizer.scratch[group.slots.work], measure, optimizer.gather)
 
 # %% ../nbs/11_optim.ipynb #f2db5d3d
@@ -80,7 +80,8 @@ class AdamWSteps:
         for name, p in self.params.items(): kinds.setdefault(slots_of(profile_at(name)), {})[name] = p
         self.buffers = tuple(Group(f"optimizer.{i}", slots, params, initial, rank, world, multiple)
                              for i, (slots, params) in enumerate(kinds.items()))
-        slow = [group for group in self.buffers if not has_kernel(group)]
+        self.fused = frozenset(group.label for group in self.buffers if has_kernel(group))
+        slow = [group for group in self.buffers if group.label not in self.fused]
         self.scratch = {p: step_scratch(slow, p) for p in {group.slots.work for group in slow}}
 
     def zero_grad(self) -> None:
@@ -224,6 +225,7 @@ def needed(tensors: Mapping[str, Tensor], entry: Mapping[str, Any], role: str, n
     if not any(key.startswith(f"{role}/") for key in tensors):
         if role in ("m", "v"): raise ValueError(f"the saved state has no {role}: it is not the state of this optimizer")
         return None
+    if f"{role}/{name}" not in tensors and f"m/{name}" in tensors: return None  # kept for other tensors only
     if not (entry["start"] <= start < stop <= entry["stop"] and f"{role}/{name}" in tensors):
         raise ValueError(f"{role}/{name}: the state holds elements [{entry['start']}, {entry['stop']}) and this rank "
                          f"needs [{start}, {stop}): for another number of ranks, pass all states through merge_states")

@@ -71,8 +71,8 @@ def chosen_profile(given: Mapping[str, Any], start: PrecisionProfile) -> Precisi
     return profile.with_(**slots) if slots else profile
 
 # %% ../nbs/20b_options.ipynb #7039f8e5
-def configured(recipe: str | None, given: Mapping[str, Any]) -> TrainConfig:
-    """The run that a recipe file (or the defaults) and options describe; ValueError says what is wrong."""
-    config = read_recipe(recipe) if recipe else TrainConfig()
+def configured(recipe: str | None, given: Mapping[str, Any], start: TrainConfig | None = None) -> TrainConfig:
+    """The run that a recipe file (or `start`, or the defaults) and options describe; ValueError says what is wrong."""
+    config = read_recipe(recipe) if recipe else start or TrainConfig()
     changes = {name: given[name] for name, _, _ in settings_of() if name != "profile" and given.get(name) is not None}
     return with_settings(config, {**changes, "profile": chosen_profile(given, config.profile)})

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .events import (CastRow, EvalRecord, EventRecord, HistogramRecord, RunEnded, RunStarted, SampleRecord,
-                           StepRecord)
+from .events import (CastRow, EvalRecord, EventRecord, HistogramRecord, RunEnded, RunResumed, RunStarted,
+                           SampleRecord, StepRecord)
 from .packing import (Unpacker, from_json, pack_casts, pack_floats, pack_histograms, pack_ints, pack_step,
                             step_scalars, to_json)
 
@@ -270,6 +270,21 @@ def _write_run(store: Store, r: RunStarted | RunEnded) -> None:
         store.db.execute(f'UPDATE run SET {name} = ? WHERE session = ?', (value, store.session))
 
 # %% ../nbs/03b_runfile.ipynb #02e2d7c3
+def _write_resumed(store: Store, r: RunResumed) -> None:
+    db, step = store.db, int(r.step)
+    redone, last = db.execute('SELECT count(*), max(step) FROM step WHERE step >= ?', (step,)).fetchone()
+    for table in ('step', 'histogram'): db.execute(f'DELETE FROM {table} WHERE step >= ?', (step,))
+    for table in ('eval', 'sample'): db.execute(f'DELETE FROM {table} WHERE step > ?', (step,))
+    db.execute("DELETE FROM event WHERE step >= ? AND kind IN ('skip', 'scale')", (step,))
+    for table in ('block', 'stretch'): db.execute(f'DELETE FROM {table} WHERE number >= ?', (step // BLOCK,))
+    seq = store.seq
+    store.forget()
+    store.seq = seq
+    words = f'; {redone} steps up to {last + 1} were logged and are taken again' if redone else ''
+    db.execute('INSERT INTO event(step, kind, text, time) VALUES (?, ?, ?, ?)',
+               (max(0, step - 1), 'resume', r.text + words, time.time()))
+
+# %% ../nbs/03b_runfile.ipynb #c6a56588
 def _write_other(store: Store, r: EvalRecord | SampleRecord | EventRecord | CommandsTaken) -> None:
     db = store.db
     if isinstance(r, EvalRecord):
@@ -283,4 +298,5 @@ def _write_other(store: Store, r: EvalRecord | SampleRecord | EventRecord | Comm
 
 WRITERS: Mapping[type, Callable[[Store, Any], None]] = MappingProxyType({
     StepRecord: _write_step, HistogramRecord: _write_histograms, RunStarted: _write_run, RunEnded: _write_run,
+    RunResumed: _write_resumed,
     EvalRecord: _write_other, SampleRecord: _write_other, EventRecord: _write_other, CommandsTaken: _write_other})

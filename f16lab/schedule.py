@@ -58,4 +58,4 @@ def plan_changes(
     then, here = Schedule(**saved), asdict(now)
     changed = tuple(f"schedule {key} was {saved[key]} and is {here[key]}" for key in here if saved[key] != here[key])
     jump = f"learning rate of step {step} becomes {now.at(step):g} instead of {then.at(step):g}"
-    return (*changed, jump) if changed else ()
+    return (*changed, jump) if changed and now.at(step) != then.at(step) else changed

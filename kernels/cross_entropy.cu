@@ -3,7 +3,9 @@
 // Reference  f16lab.losses.row_losses, f16lab.losses.row_gradients
 // Layout     logits [rows, stride], of which `classes` columns count and the rest is padding; targets int64 [rows]. `d` may be `z`
 //            itself when both have one precision: a row is read again from the cache, not from memory.
-// Launch     blocks of 1024 threads, a row at a time; few enough blocks that their rows stay in the cache between the two reads
+// Launch     blocks of 1024 threads, a row at a time. cross_entropy: few enough blocks that their rows stay in the cache between the
+//            two reads. cross_entropy_resident: the row waits in shared memory (ceil(stride / (1024·LANES))·16 KiB, asked for at launch),
+//            and the next one is fetched while this one is written.
 // Numerics   f32 inside, exp and log of the CUDA library (≤ 2 ulp), one rounding of the gradient. A thread adds its columns in order,
 //            threads are combined by a fixed tree: repeatable, the same bits for any number of blocks.
 #include "ports.cuh"
@@ -186,5 +188,93 @@ __global__ void __launch_bounds__(1024, 2) cross_entropy(const typename Z::code*
             }
         } else lse = lses[row];
         if (MODE & GRADIENTS) write_row<Z, D, LANES>(mine, d + row * stride, stride, classes, target, lse, factor);
+    }
+}
+
+// ---------------------------------------------------------------- the row in shared memory
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define DYNAMIC_SHARED(name) extern __shared__ Pack<u32, 4> name[]
+#else
+#define DYNAMIC_SHARED(name) static Pack<u32, 4> name[16 * 1024]
+#endif
+
+// 16 bytes from memory to shared memory, behind the back of the thread; there when `arrived` returns.
+__device__ __forceinline__ void fetch_later(Pack<u32, 4>* shared, const void* from) {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(from));
+#else
+    *shared = *(const Pack<u32, 4>*)from;
+#endif
+}
+__device__ __forceinline__ void arrived() {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+template <class Z, int LANES> __device__ __forceinline__ void unpack(const Pack<u32, 4>& words, float (&x)[LANES]) {
+#pragma unroll
+    for (int i = 0; i < LANES; ++i) x[i] = word_value<Z>(words.v[LANES == 8 ? i / 2 : i], i & 1);
+}
+
+// One pack of gradients: the common case in few instructions, the rest number by number.
+template <class Z, class D, int LANES>
+__device__ __forceinline__ void write_pack(Pack<u32, 4> words, typename D::code* d, int at, int classes, int target, float lse, float factor,
+                                           bool tame) {
+    float x[LANES];
+    unpack<Z, LANES>(words, x);
+    if (tame && at + LANES <= classes && (unsigned)(target - at) >= LANES) {
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) x[i] = exp_close(x[i] - lse) * factor;
+        store<D, LANES>(d, x);
+    } else {
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) {
+            const float y = at + i >= classes || target < 0 ? 0.0f : (exp_close(x[i] - lse) - (at + i == target ? 1.0f : 0.0f)) * factor;
+            d[i] = Port<D>::write(y, false);
+        }
+    }
+}
+
+template <class Z, class D, int LANES>
+__global__ void __launch_bounds__(1024, LANES == 8 ? 2 : 1)
+    cross_entropy_resident(const typename Z::code* z, typename D::code* d, const i64* targets, float* losses, float* lses, i64 rows,
+                           int stride, int classes, i64 ignore, float factor, const float* factor_at) {
+    __shared__ Sum shared[32];
+    DYNAMIC_SHARED(row_packs);
+    Pack<u32, 4>* mine = row_packs + threadIdx.x;
+    const int first = threadIdx.x * LANES, step = blockDim.x * LANES;
+    if (factor_at) factor *= *factor_at;
+    if ((i64)blockIdx.x < rows) {
+        Pack<u32, 4>* slot = mine;
+        for (int at = first; at < stride; at += step, slot += blockDim.x) fetch_later(slot, z + blockIdx.x * (i64)stride + at);
+    }
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        const int target = targets[row] == ignore ? -1 : (int)targets[row];
+        const float hit = target < 0 || threadIdx.x ? 0.0f : Port<Z>::read(z[row * stride + target]);
+        arrived();
+        Sum sum = {LOWEST, 0};
+        const Pack<u32, 4>* slot = mine;
+        for (int at = first; at < classes; at += step, slot += blockDim.x) {
+            float x[LANES];
+            unpack<Z, LANES>(*slot, x);
+            if (at + LANES > classes)
+                for (int i = 0; i < LANES; ++i) if (at + i >= classes) x[i] = -INFINITE;
+            add_terms(sum, x);
+        }
+        const float lse = log_sum<Z>(block_sum(sum, shared), z + row * stride, classes);
+        __syncthreads();  // an infinite logit was looked for in memory: nobody may have written there yet
+        if (threadIdx.x == 0) {
+            lses[row] = lse;
+            losses[row] = target < 0 ? 0.0f : lse - hit;
+        }
+        const bool tame = fabsf(lse) < INFINITE && fabsf(factor) < INFINITE && target >= 0, more = row + gridDim.x < rows;
+        const typename Z::code* next = z + (row + gridDim.x) * stride;
+        typename D::code* out = d + row * stride;
+        Pack<u32, 4>* place = mine;
+        for (int at = first; at < stride; at += step, place += blockDim.x) {
+            write_pack<Z, D, LANES>(*place, out + at, at, classes, target, lse, factor, tame);
+            if (more) fetch_later(place, next + at);
+        }
     }
 }

@@ -113,15 +113,23 @@ template <class P> F16LAB_FN u32 stochastic(float x, u32 noise, bool saturate = 
 }
 
 // ---------------------------------------------------------------- keyed noise
-// Squirrel Eiserloh's SquirrelNoise5, all arithmetic modulo 2^32
-F16LAB_FN u32 squirrel_noise5(u32 position, u32 seed) {
-    u32 m = position * 0xD2A80A3Fu + seed;
-    m ^= m >> 9;  m += 0xA884F197u;
-    m ^= m >> 11; m *= 0x6C736F4Bu;
-    m ^= m >> 13; m += 0xB79F3ABBu;
-    m ^= m >> 15; m *= 0x1B56C4F5u;
-    return m ^ (m >> 17);
+// Squirrel Eiserloh's SquirrelNoise5, all arithmetic modulo 2^32, in three parts: the product with the position, which grows by
+// POSITION from one position to the next; the mixing; the last fold, which leaves the upper 17 bits alone. A `one` that the compiler
+// does not know to be 1 moves the additions to the multipliers, which have less to do.
+enum : u32 { POSITION = 0xD2A80A3Fu };
+F16LAB_FN u32 upper_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+#ifndef F16LAB_HIGH
+#define F16LAB_HIGH 0  // how many of the four shifts go to the multipliers too, as the upper half of a product; tune by measuring
+#endif
+template <int SHIFT, bool HIGH> F16LAB_FN u32 noise_shift(u32 m, u32 one) { return HIGH ? upper_product(m, one << (32 - SHIFT)) : m >> SHIFT; }
+F16LAB_FN u32 noise_mix(u32 m, u32 one = 1) {
+    m ^= noise_shift<9, (F16LAB_HIGH > 0)>(m, one);  m = m * one + 0xA884F197u;
+    m ^= noise_shift<11, (F16LAB_HIGH > 1)>(m, one); m *= 0x6C736F4Bu;
+    m ^= noise_shift<13, (F16LAB_HIGH > 2)>(m, one); m = m * one + 0xB79F3ABBu;
+    m ^= noise_shift<15, (F16LAB_HIGH > 3)>(m, one); return m * 0x1B56C4F5u;
 }
+F16LAB_FN u32 noise_fold(u32 m) { return m ^ (m >> 17); }
+F16LAB_FN u32 squirrel_noise5(u32 position, u32 seed) { return noise_fold(noise_mix(position * POSITION + seed)); }
 
 // kA of a tensor in one step, for one purpose and micro-step
 F16LAB_FN u32 noise_key(u32 seed, u32 step, u32 purpose, u32 micro, u32 tensor_id) {

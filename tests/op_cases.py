@@ -222,6 +222,8 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "slice_rows": lambda x: ops.slice_rows(x, 1, 3),
     "insert_rows": lambda x: ops.insert_rows(x, 1, x[:2]),
     "transfer": lambda x: ops.transfer(x, "cpu"),
+    "split_heads": lambda x: ops.split_heads(x.reshape(1, x.shape[0], -1), 1, 1)[0],
+    "merge_heads": lambda x: ops.merge_heads(x.reshape(1, 1, x.shape[0], -1)),
 }
 
 

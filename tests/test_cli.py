@@ -85,7 +85,8 @@ def test_help_of_train_shows_settings_defaults_presets_and_slots(shell):
 # ---------------------------------------------------------------- options and recipes
 OTHER = {"model": "d4", "norm": "peri", "kind": "rms", "activation": "swiglu", "position": "rope", "data": "markov",
          "tokenizer": "bpe", "schedule": "wsd", "device": "cpu", "compile": "aot_eager", "beta1": 0.5, "beta2": 0.5,
-         "eps": 1e-6, "dropout": 0.25, "final_fraction": 0.5}
+         "eps": 1e-6, "dropout": 0.25, "final_fraction": 0.5,
+         "zero_stage": 1, "rendezvous": "fs:///tmp"}
 
 
 def other(name: str, default):
@@ -162,7 +163,7 @@ def test_printing_a_recipe_writes_nothing(shell, tmp_path):
 
 # ---------------------------------------------------------------- what is wrong before the start
 WRONG = {
-    "no such command": ("trian", ["'trian'", "train, compare", "Did you mean 'train'"]),
+    "no such command": ("trian", ["'trian'", "train, resume, compare", "Did you mean 'train'"]),
     "no such option": ("train --stepz 3", ["--stepz", "--steps", "train --help"]),
     "no such preset flag": ("train --f17", ["--f17", "--f16"]),
     "two presets": ("train --f16 --bf16", ["--f16 and --bf16", "give one"]),

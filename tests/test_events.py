@@ -10,8 +10,8 @@ import warnings
 import pytest
 
 from f16lab import events
-from f16lab.events import (Bus, CastRow, EvalRecord, EventRecord, Histogram, HistogramRecord, RunEnded, RunStarted,
-                           SampleRecord, StepRecord, TensorStat)
+from f16lab.events import (Bus, CastRow, EvalRecord, EventRecord, Histogram, HistogramRecord, RunEnded, RunResumed,
+                           RunStarted, SampleRecord, StepRecord, TensorStat)
 
 CAST = CastRow('train', 'blocks.0', 'linear', 'w', (4, 8), 'f32', 'f16', 'forward', 'operand', 2, 128)
 STAT = TensorStat('wte.weight', 0.5, 0.25, 0.0, 1.0, 3, 4)
@@ -22,7 +22,7 @@ STEP = StepRecord(7, 5.5, tokens=64, grad_norm=1.0, lr=0.1, loss_scale=1024.0, c
                   extra={'ema': 1.0}, histograms=(HISTOGRAM,))
 ALL = [CAST, STAT, HISTOGRAM, STEP, EvalRecord(7, 5.0, 10), SampleRecord(7, 'text'), EventRecord(7, 'skip', 'inf'),
        HistogramRecord(7, (HISTOGRAM,)), RunStarted({'a': {'b': 1}}, {'torch': '2'}),
-       RunEnded(7, 'stopped', 'by the user')]
+       RunEnded(7, 'stopped', 'by the user'), RunResumed(7, 'checkpoint 7')]
 
 
 def test_every_record_type_is_in_this_test():

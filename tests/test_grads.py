@@ -137,17 +137,28 @@ def test_norm_is_the_f64_norm_and_reported_unscaled():
 def test_norm_has_the_same_bits_for_any_sharing_chunk_and_thread_count():
     flat = torch.randn(96, BLOCK)
     want = block_square_sums(flat)
+    total = in_order(want)
     for shards in (2, 3, 4): assert torch.equal(want, torch.cat([block_square_sums(x) for x in flat.chunk(shards)]))
     for rows in (1, 7, 96): assert torch.equal(want, block_square_sums(flat, rows))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(want, block_square_sums(flat)) and torch.equal(in_order(want), want.cumsum(0)[-1])
+        assert torch.equal(want, block_square_sums(flat)) and torch.equal(in_order(want), total)
     finally:
         torch.set_num_threads(threads)
-    total = 0.0
-    for x in want.tolist(): total += x
-    assert in_order(want).item() == total
+
+
+@pytest.mark.parametrize("multiple", (1, 3, 8, 1500))
+def test_padding_for_the_ranks_changes_no_bit_of_the_norm(multiple):
+    g = torch.Generator().manual_seed(0)
+    params = [{f"{k}{i}": Parameter(torch.zeros(n)) for i, n in enumerate((3000, 1, 70_001))} for k in "ab"]
+    buffers = [[GradBuffer(some, F32, m) for some in params] for m in (1, multiple)]
+    for one, other in zip(*buffers):
+        for x, y in zip(one.views, other.views): y.copy_(x.copy_(torch.randn(x.shape, generator=g)))
+    for buffer in buffers[0]: buffer.attach()
+    alone = grad_stats(buffers[0])
+    for buffer in buffers[1]: buffer.attach()
+    assert grad_stats(buffers[1]) == alone and alone.norm > 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

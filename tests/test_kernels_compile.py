@@ -9,21 +9,45 @@ import pytest
 from f16lab.launch import CODES, kernel_source
 from f16lab.precision import BF16, F16, F32
 
-ADAMW = ("const float*, " * 6 + "const u32*, " * 3 + "const i64*, " + "float, " * 6 + "double*, float*")
+ADAMW = ("const i64*, const i64*, const Row*, const float*, const float*, " + "float, " * 8 + "double*, float*")
 CAST = [f"template __global__ void cast<{a}, {b}, {draw}, {stats}>(const {a}::code*, {b}::code*, i64, u32, u64, int, u64*, u32*);"
         for (a, b), draw, stats in [*((pair, "true", "true") for pair in itertools.permutations(CODES.values(), 2)),
                                         ((CODES[F32], CODES[F16]), "false", "true"), ((CODES[F32], CODES[BF16]), "true", "false")]]
-STEP = [f"template __global__ void adamw<{p}, {g}, {o}, {mode}, {draw}, {state}, {measure}>({p}::code*, const {g}::code*, {o}::code*, "
+STEP = [f"template __global__ void adamw<{p}, {g}, {o}, {mode}, {draw}, {state}, {measure}, {decays}>({p}::code*, const {g}::code*, {o}::code*, "
         f"{o}::code*, float*, {p}::code*, i64, {ADAMW});"
-        for p, g, o, mode, draw, state, measure in (
-            ("F32", "F32", "F32", 0, "false", "false", "true"), ("F16", "F32", "F32", 0, "false", "false", "true"),
-            ("BF16", "F32", "F32", 1, "true", "false", "false"), ("BF16", "BF16", "F32", 1, "true", "false", "true"),
-            ("BF16", "F32", "F32", 0, "true", "false", "false"), ("F16", "F16", "F16", 0, "true", "false", "true"),
-            ("F16", "F32", "F32", 2, "false", "false", "true"), ("BF16", "F32", "BF16", 0, "true", "true", "true"))]
+        for p, g, o, mode, draw, state, measure, decays in (
+            ("F32", "F32", "F32", 0, "false", "false", "false", "true"), ("BF16", "BF16", "F32", 1, "true", "false", "false", "true"),
+            ("F16", "F16", "F16", 0, "true", "false", "true", "true"), ("F16", "F32", "F32", 2, "false", "false", "true", "false"),
+            ("BF16", "F32", "BF16", 0, "true", "true", "true", "false"))]
+SUMS = {
+    "blocksum.cu": [f"template __global__ void blocksum<{p}, {squares}>(const {p}::code*, double*, i64);"
+                    for p in ("F16", "BF16", "F32", "F64", "E4M3", "E5M2") for squares in ("true", "false")],
+    "stats.cu": [f"template __global__ void stats<{p}>(const {p}::code*, i64, u64*, u32*);" for p in ("F16", "BF16", "F32", "E4M3", "E5M2")],
+    "accumulate.cu": [f"template __global__ void accumulate<{b}, {g}, {draw}>({b}::code*, const {g}::code*, i64, u32, u64);"
+                      for b, g, draw in (("F32", "F16", "false"), ("F32", "BF16", "false"), ("BF16", "BF16", "true"), ("F16", "F16", "true"))],
+    "from_master.cu": [f"template __global__ void from_master<{p}, {draw}>(const float*, {p}::code*, i64, const u32*, const i64*, const u8*);"
+                       for p in ("F16", "BF16") for draw in ("true", "false")],
+    "embedding.cu": [text for g, d, V, draw in (("BF16", "BF16", 8, "true"), ("F16", "F32", 8, "false"), ("F32", "F32", 1, "false")) for text in (
+        f"template __global__ void pieces<{g}, {V}>(const {g}::code*, const i64*, const i64*, const i64*, i64, i64, float*);",
+        f"template __global__ void rows<{g}, {d}, {V}, {draw}>(const {g}::code*, const i64*, const i64*, const i64*, i64, i64, const float*, "
+        f"{d}::code*, u32);")]}
+KINDS = ((*["BF16"] * 5,), (*["F16"] * 5,), (*["F32"] * 5,), ("F16", "F16", "F16", "F32", "F32"))
+WAYS = ((32, 3, "false", "true"), (128, 3, "false", "true"), (256, 4, "true", "false"))  # lanes a row, packs a lane, long rows, whole packs
+ROWS = {
+    "gelu.cu": [text for x, y in (("BF16", "BF16"), ("F16", "F16"), ("F32", "F16")) for whole in ("true", "false") for text in (
+        f"template __global__ void gelu<{x}, {y}, {whole}>(const {x}::code*, {y}::code*, i64);",
+        f"template __global__ void gelu_backward<{y}, {x}, {y}, {whole}>(const {y}::code*, const {x}::code*, {y}::code*, i64);")],
+    "layernorm.cu": [text for (x, r, y, w, n), way in zip(KINDS, (*WAYS, WAYS[0])) for both in (("true", "false"), ("false", "true"))
+                     for flags in (", ".join(map(str, (*both, *way))),) for text in (
+        f"template __global__ void norm_forward<{x}, {r}, {y}, {w}, {n}, {flags}>(const {x}::code*, const {r}::code*, {y}::code*, const {w}::code*, "
+        f"const {w}::code*, {n}::code*, float*, float*, i64, int, float);",
+        f"template __global__ void norm_backward<{n}, {x}, {w}, {y}, {flags}>(const {n}::code*, const {y}::code*, const {x}::code*, "
+        f"const float*, const float*, const {w}::code*, {y}::code*, float*, i64, i64, int);")] + [
+        f"template __global__ void norm_finish<{w}, {w}>(const float*, {w}::code*, {w}::code*, i64, int);" for w in ("F16", "BF16", "F32")]}
 
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
-@pytest.mark.parametrize("file,instances", (("cast.cu", CAST), ("adamw.cu", STEP)), ids=("cast", "adamw"))
+@pytest.mark.parametrize("file,instances", (("cast.cu", CAST), ("adamw.cu", STEP), *SUMS.items(), *ROWS.items()), ids=("cast", "adamw", *SUMS, *ROWS))
 def test_kernel_compiles(tmp_path, arch, file, instances):
     nvcc = shutil.which("nvcc")
     if nvcc is None: pytest.skip("no nvcc on this machine: kernels are compiled where there is one")

@@ -2,13 +2,17 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
+from f16lab import device as device_module, fused_adamw, launch
 from f16lab.adamw import AdamWConfig
+from f16lab.cast import cast
+from f16lab.device import open_device
 from f16lab.fused_adamw import has_kernel, update_group_on_gpu
 from f16lab.groups import Group, StepNumbers, slots_of, update_group
-from f16lab.launch import cast_on_gpu, check_tensors
+from f16lab.launch import cast_on_gpu, check_tensors, kernel_source
 from f16lab.optim import step_scratch
 from f16lab.precision import BF16, E4M3, E5M2, F16, F32, bits_of, convert
 from f16lab.profile import PrecisionProfile
@@ -125,3 +129,66 @@ def test_adamw_has_the_bits_of_the_reference(text, wd):
             assert a is None or same_bits(a, b), f"{role} differs in step {step}"
         assert torch.equal(cpu.meters[:, 2:], cuda.meters[:, 2:].cpu())
         assert torch.allclose(cpu.meters[:, :2], cuda.meters[:, :2].cpu(), rtol=2**-40, atol=0)
+
+
+@gpu
+@pytest.mark.parametrize("text", ("f32", "bf16_llmc", "all_f16"))
+def test_adamw_is_the_same_for_any_grid_and_size(text, monkeypatch):
+    """A million elements against the CPU, with more warps than blocks and with one block of threads."""
+    profile, g = PrecisionProfile.parse(text), torch.Generator().manual_seed(3)
+    initial = {"big.weight": torch.randn(1000, 1001, generator=g) * 0.02, "bias": torch.zeros(1001)}
+    groups = []
+    for device in ("cpu", "cuda", "cuda"):
+        params = {name: torch.nn.Parameter(convert(t, slots_of(profile).storage).to(device)) for name, t in initial.items()}
+        groups.append(Group("g", slots_of(profile), params, {n: t.to(device) for n, t in initial.items()}))
+    grad = convert(torch.randn(groups[0].m.shape, generator=g) * torch.exp2(torch.randint(-20, 2, groups[0].m.shape, generator=g).float()),
+                   groups[0].slots.grad)
+    scratch, numbers = step_scratch([groups[0]], groups[0].slots.work), StepNumbers(AdamWConfig(weight_decay=0.1), 1e-3, 4, 0.5, 11)
+    for group in groups: group.grads.flat.copy_(grad)
+    for step in range(2):
+        update_group(groups[0], numbers, scratch)
+        for group, blocks in zip(groups[1:], (528, 1)):
+            monkeypatch.setattr(fused_adamw, "blocks_of", lambda device, per: blocks)
+            update_group_on_gpu(group, numbers)
+    for group in groups[1:]:
+        assert all(same_bits(getattr(groups[0], role), getattr(group, role)) for role in ("flat", "m", "v"))
+
+
+EXACT = kernel_source("exact.cuh").replace("#pragma once", "") + """
+__global__ void roots(float* y) {
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < 1u << 24; i += gridDim.x * blockDim.x)
+        y[i] = f16lab::root(f16lab::bits_float(0x3F800000u + i));
+}
+__global__ void quotients(float b, float* y) {
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < 1u << 23; i += gridDim.x * blockDim.x)
+        y[i] = f16lab::quotient(f16lab::bits_float(0x3F800000u + i), b);
+}
+"""
+
+
+@gpu
+def test_roots_and_quotients_are_rounded_once_for_every_mantissa():
+    """The seeds are the hardware's: this is where they are looked at, all ones in the divisor first of all."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    y = torch.empty(1 << 24, device=device)
+    launch.launch(EXACT, "roots", device, 264, y)
+    right = (torch.arange(1 << 24, dtype=torch.int32) + 0x3F800000).view(torch.float32)
+    assert same_bits(y, torch.from_numpy(np.sqrt(right.numpy())))
+    for bits in (*range(0x3FFFFFFF, 0x3FFFFFF0, -1), 0x3F800000, 0x3F800001, 0x3FB504F3, 0x3F2AAAAB, 0x322BCC77):
+        b = np.uint32(bits).view(np.float32)
+        launch.launch(EXACT, "quotients", device, 264, b, y)
+        assert same_bits(y[: 1 << 23], torch.from_numpy(right.numpy()[: 1 << 23] / b)), hex(bits)
+
+
+@gpu
+def test_the_door_narrows_by_the_kernel_and_boundary_does_not(monkeypatch):
+    asked, real = [], launch.launch
+    monkeypatch.setattr(launch, "launch", lambda file, *rest: (asked.append(file), real(file, *rest)))
+    open_device("cuda")
+    x, key = wild(10_007), Key.of(5, 2, Purpose.USER, "x")
+    assert same_bits(cast(x.cuda(), F16), convert(x, F16)) and asked == ["cast.cu"]
+    assert same_bits(cast(x.cuda(), BF16, rounding="stochastic", key=key), convert_stochastic(x, BF16, key)) and len(asked) == 2
+    with device_module.using_table(device_module.ALL_BOUNDARY, "cuda"):
+        assert same_bits(cast(x.cuda(), F16), convert(x, F16)) and len(asked) == 2
+    compiled = torch.compile(lambda x: cast(x, F16), fullgraph=True)
+    assert same_bits(compiled(x.cuda()), convert(x, F16)) and len(asked) == 2

@@ -408,7 +408,7 @@ def test_an_unknown_command_is_answered():
     t.bus.subscribe(heard.append)
     list(steps(t, polls([("fly", "home")])))
     [event] = [r for r in heard if isinstance(r, EventRecord)]
-    assert "'fly'" in event.text and "pause, resume, stop, set lr=VALUE" in event.text
+    assert "'fly'" in event.text and "pause, resume, stop, checkpoint, set lr=VALUE" in event.text
 
 
 def test_a_display_that_fails_does_not_touch_the_run():

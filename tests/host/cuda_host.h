@@ -153,6 +153,16 @@ inline unsigned __ballot_sync(unsigned mask, int p) {
     for (int lane = 0; lane < 32; ++lane) if (mask >> lane & 1) out |= (__shfl_sync(mask, (unsigned)(p != 0), lane) & 1) << lane;
     return out;
 }
+inline unsigned __reduce_add_sync(unsigned mask, unsigned x) {
+    unsigned out = 0;
+    for (int lane = 0; lane < 32; ++lane) out += mask >> lane & 1 ? __shfl_sync(mask, x, lane) : 0;
+    return out;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+    unsigned out = 0;
+    for (int lane = 0; lane < 32; ++lane) if (mask >> lane & 1) out = std::max(out, __shfl_sync(mask, x, lane));
+    return out;
+}
 inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
 inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, p) == mask; }
 

@@ -1,0 +1,92 @@
+"""A run on a GPU against the same run on a CPU: the same start, the same keys, losses within a stated bound, the same bits twice."""
+
+import pytest
+import torch
+
+from f16lab.cast import assert_no_casts
+from f16lab.config import TrainConfig
+from f16lab.device import open_device
+from f16lab.ops import transfer
+from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, bits_of, convert
+from f16lab.train import Trainer
+
+pytestmark = pytest.mark.gpu
+PRESETS = ("f32", "master_weights", "f16", "bf16", "bf16_llmc", "bf16_sr", "all_f16")
+BOUND = {"f32": 1e-5, "master_weights": 3e-4, "f16": 3e-4, "bf16": 4e-3, "bf16_llmc": 4e-3, "bf16_sr": 4e-3, "all_f16": 1e-3}
+STEPS = 20
+
+
+def trainer(profile: str, device: str, **changes) -> Trainer:
+    quiet = dict(data="markov", model="tiny", steps=STEPS, eval_every=0, batch=8, accumulate=2, threads=8)
+    return Trainer(TrainConfig(profile).with_(device=device, **{**quiet, **changes}))
+
+
+@pytest.mark.parametrize("profile", PRESETS)
+def test_cpu_and_gpu_start_alike_and_stay_together(profile):
+    a, b = trainer(profile, "cpu"), trainer(profile, "cuda")
+    for name, t in a.state().tensors.items():
+        assert torch.equal(bits_of(t), bits_of(b.state().tensors[name].cpu())), name
+    apart = [abs(b.step().loss - a.step().loss) / a_loss for a_loss in [2.5] * STEPS]
+    print(f"{profile}: first loss apart by {apart[0]:.1e}, largest of {STEPS} steps {max(apart):.1e}")
+    assert max(apart) <= BOUND[profile]
+
+
+@pytest.mark.parametrize("profile", PRESETS)
+def test_a_gpu_run_repeats_itself_bit_for_bit(profile):
+    digests = []
+    for _ in range(2):
+        run = trainer(profile, "cuda", meters_every=3)
+        for _ in range(6): run.step()
+        digests.append(run.digest())
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("profile", ("f16", "bf16_llmc"))
+def test_looking_changes_nothing_on_a_gpu(profile):
+    digests = []
+    for look in (dict(ledger=True, meters_every=1), dict(ledger=False, meters_every=0)):
+        run = trainer(profile, "cuda", **look)
+        for _ in range(5): run.step()
+        digests.append(run.digest())
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("profile", ("f32", "f16", "bf16_llmc"))
+def test_a_run_that_need_not_repeat_itself_stays_near(profile):
+    sure, free = trainer(profile, "cuda"), trainer(profile, "cuda", deterministic=False)
+    assert max(abs(sure.step().loss - free.step().loss) for _ in range(10)) <= 2.5 * BOUND[profile]
+    from f16lab.device import table_for
+    assert table_for("cuda").deterministic  # and the switch was put back
+
+
+@pytest.mark.parametrize("p", (F16, BF16, F32, F64, E4M3, E5M2), ids=str)
+def test_transfers_move_bytes(p):
+    x = convert(torch.randn(1001), p) if p is not F64 else torch.randn(1001, dtype=torch.float64)
+    with assert_no_casts(): back = transfer(transfer(x, "cuda"), "cpu")
+    assert torch.equal(bits_of(back), bits_of(x))
+
+
+def test_a_step_takes_at_most_two_looks_at_the_device():
+    run = trainer("f16", "cuda", meters_every=0, accumulate=4)
+    run.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:  # micro-steps and the update may not wait for the GPU; loss and norm may
+        from f16lab import train
+        seen = []
+        original = torch.Tensor.item
+        torch.Tensor.item = lambda self: (torch.cuda.set_sync_debug_mode("default"), seen.append(1), original(self),
+                                          torch.cuda.set_sync_debug_mode("error"))[2]
+        try: train.take_step(run)
+        finally: torch.Tensor.item = original
+    finally: torch.cuda.set_sync_debug_mode("default")
+    assert len(seen) <= 2
+
+
+def test_boundary_everywhere_trains_too(monkeypatch):
+    from f16lab.device import ALL_BOUNDARY, using_table
+    open_device("cuda")
+    with using_table(ALL_BOUNDARY, "cuda"):
+        forced = trainer("f16", "cuda")
+        losses = [forced.step().loss for _ in range(5)]
+    free = trainer("f16", "cuda")
+    assert max(abs(a - free.step().loss) for a in losses) <= 2.5 * BOUND["f16"]
