@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .cast import convert_recorded, grad_dtype_of, only_once
+from .column_kernels import side_by_side
 from .device import Path, table_for
 from .matmul import batched_matmul
 from .precision import F32, Precision
@@ -148,11 +149,8 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         first = next(g for g in grads if g is not None)
-        out = first.new_empty(ctx.shape)
-        for i, g in enumerate(grads):
-            if g is None: out[:, :, i].zero_()
-            else: out[:, :, i].copy_(g.transpose(1, 2))
-        return out.flatten(2), None, None
+        parts = tuple(torch.zeros_like(first) if g is None else g for g in grads)
+        return side_by_side(tuple(g.transpose(1, 2).flatten(2) for g in parts)), None, None
 
 
 def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:

@@ -176,14 +176,15 @@ GROUPS: Mapping[str, str] = {
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated",
     "matrix products": r"nvjet|gemm|xmma|cutlass|splitK|cublas",
     "cross entropy": r"cross_entropy|[sS]oft[mM]ax|logsumexp",
-    "layer norm": r"layer_?norm|LayerNorm|GammaBeta|rms_norm",
+    "layer norm": r"norm_forward|norm_backward|norm_finish|layer_?norm|LayerNorm|GammaBeta|rms_norm",
     "GELU": r"gelu|Gelu|GeLU",
     "optimizer": r"adamw|from_master",
     "gradient norm": r"blocksum|square",
     "embedding": r"embedding|indexSelect|gather|scatter|sort|segment",
     "fused expressions": r"fuse",
     "casts": r"\bcast<|direct_copy|float16_copy|bfloat16_copy",
-    "sums": r"reduce_kernel|col_?sum|accumulate",
+    "sums": r"reduce_kernel|col(umn)?_?sum|accumulate",
+    "copies of heads": r"side_by_side",
     "copies": r"Memcpy|memcpy|CatArray|copy|fill|Memset|memset",
 }
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['noisy', 'cast_cases', 'parameters_of', 'wide_values', 'step_bytes', 'adamw_case', 'torch_adamw_case', 'adamw_cases',
-           'there_and_back', 'row_cases', 'head_cases', 'cross_entropy_case', 'kernel_groups']
+           'there_and_back', 'row_cases', 'sum_cases', 'head_cases', 'cross_entropy_case', 'kernel_groups']
 
 # %% ../nbs/20f_bench_cases.ipynb #5634dc44
 import math
@@ -26,6 +26,7 @@ from .optim import AdamW, bytes_by_role
 from .precision import BF16, E5M2, F16, F32, Precision
 from .profile import PRESETS
 from .rounding import Key, Purpose
+from .sum_kernels import block_sums, exponent_counts, table_gradient
 
 # %% ../nbs/20f_bench_cases.ipynb #5fb2894a
 def noisy(*shape: int, p: Precision = F32, device: torch.device, std: float = 1.0) -> Tensor:
@@ -114,6 +115,20 @@ def row_cases(device: torch.device, rows: int, C: int) -> Iterator[Case]:
         yield Case("rows", f"GELU {p.tag}, both ways", there_and_back(lambda h, p=p: ops.gelu(h, p=p), h), 5 * wide)
         yield Case("rows", f"GELU {p.tag}, torch, both ways", there_and_back(lambda h: F.gelu(h, **tanh), h), 5 * wide)
 
+# %% ../nbs/20f_bench_cases.ipynb #f90f508d
+def sum_cases(device: torch.device, n: int, config: GPTConfig, rows: int) -> Iterator[Case]:
+    """Sums of squares of blocks, exponent counts, and the embedding's gradient, against torch's."""
+    for p in (BF16, F32):
+        x = noisy(n // 1024, 1024, p=p, device=device)
+        yield Case("sums", f"squares of blocks, {p.tag}", lambda x=x: block_sums(x, squares=True), n * p.bytes)
+        yield Case("sums", f"exponent counts, {p.tag}", lambda x=x: exponent_counts(x), n * p.bytes)
+    C, V = config.channels, config.padded_vocab
+    g = noisy(rows, C, p=BF16, device=device)
+    ids = torch.randint(0, config.vocab_size, (rows,), device=device, generator=torch.Generator(device).manual_seed(0))
+    back = torch.ops.aten.embedding_dense_backward
+    yield Case("sums", "embedding gradient bf16", lambda: table_gradient(g, ids, V, BF16), 2 * (rows + V) * C)
+    yield Case("sums", "embedding gradient bf16, torch", lambda: back(g, ids, V, -1, False), 2 * (rows + V) * C)
+
 # %% ../nbs/20f_bench_cases.ipynb #b5feed9a
 def head_cases(device: torch.device, rows: int, config: GPTConfig) -> Iterator[Case]:
     """Loss and both gradients of the LM head: in chunks in each 16-bit precision, and with all logits at once."""
@@ -145,6 +160,7 @@ def kernel_groups(device: torch.device, model: str = "d12", rows: int = 65_536, 
     config = model_config(model)
     groups = {"casts": lambda: list(cast_cases(device, elements)), "AdamW": lambda: list(adamw_cases(config, device)),
               "rows": lambda: list(row_cases(device, rows, config.channels)),
+              "sums": lambda: list(sum_cases(device, elements, config, rows)),
               "head": lambda: list(head_cases(device, rows, config))}
     if device.type == "cuda": groups["cross entropy"] = lambda: [cross_entropy_case(device, rows, config)]
     return groups

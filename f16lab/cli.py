@@ -214,7 +214,7 @@ def compare_command() -> click.Command:
                    help="one more, as text or as NAME:TEXT; may be given several times"),
            bands_option(0)]
     output = [out_option("folder of the comparison  [default: data/runs/TIME-compare, or runs/…]"), every_option()]
-    unused = [name for name, section, _ in settings_of() if section == "checkpoint"]  # it keeps no checkpoints
+    unused = [name for name, section, _ in settings_of() if section in ("checkpoint", "parallel")]  # it has neither
     return PartedCommand("compare", callback=compare, help=COMPARE_HELP, examples=COMPARE_EXAMPLES, params=[
         click.Argument(["recipe"], required=False), *who, *setting_options(unused), *output, debug_option()])
 

@@ -159,7 +159,7 @@ def _elements(p: Program, variant: str) -> list[str]:
     outputs = list(range(len(p.outputs)))
     steps = needed(p, p.outputs)
     places = ["const i64 at = w.at(), column = w.column(), row = w.r;", "const int n = w.count();"]
-    return block(_head("fused", p, variant), "const bool even = rows == 1 || cols % 8 == 0;",
+    return block(_head("chain", p, variant), "const bool even = rows == 1 || cols % 8 == 0;",
                  block(f"for ({walk}; w.inside(); w.next())", places, scalars(p, variant, steps, "column", "row"),
                        group(p, variant, outputs)))
 
@@ -167,7 +167,7 @@ def _head(name: str, p: Program, variant: str) -> str:
     return f"__global__ void __launch_bounds__(256) {name}({', '.join(parameters(p, variant))})"
 
 # %% ../nbs/05f_codegen.ipynb #391743ee
-START = {"sum": "0.0f", "mean": "0.0f", "max": "-INFINITY"}
+START = {"sum": "0.0f", "mean": "0.0f", "max": "bits_float(0xFF800000u)"}
 COMBINE = {"sum": "f_add", "mean": "f_add", "max": "f_max"}
 
 def _how(p: Program) -> tuple[str, str, str]:
@@ -199,7 +199,7 @@ def _row(p: Program, variant: str) -> list[str]:
     names = [tail.need(p.outputs[j]) for j in once]
     rest = block(over, places, group(p, variant, again, tail.known)) if again else []
     each = "for (i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (i64)gridDim.x * 8)"
-    return block(_head("fused", p, variant), "const bool even = cols % 8 == 0;", "const int lane = threadIdx.x % 32;",
+    return block(_head("chain", p, variant), "const bool even = cols % 8 == 0;", "const int lane = threadIdx.x % 32;",
                  block(each, scalars(p, variant, every, "column", "row"), outside, f"float acc = {start};",
                        block(over, places, loads(p, variant, needed(p, [arg])), UNROLL, add),
                        f"const float v{r} = warp_{combine[2:]}(acc){divide};", tail.lines,
@@ -224,7 +224,7 @@ def _col(p: Program, variant: str) -> list[str]:
             "const i64 mine = tile * 256 + threadIdx.x;", "float x = shared[0][threadIdx.x];",
             f"for (int w = 1; w < 8; ++w) x = {combine}(x, shared[w][threadIdx.x]);",
             "if (mine < cols) partial[piece * cols + mine] = x;", "__syncthreads();"]
-    return [*block(_head("fused", p, variant), "__shared__ float shared[8][256];", "const bool even = cols % 8 == 0;",
+    return [*block(_head("chain", p, variant), "__shared__ float shared[8][256];", "const bool even = cols % 8 == 0;",
                    "const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;",
                    "const i64 tiles = (cols + 255) / 256, pieces = (rows + 255) / 256;",
                    block("for (i64 b = blockIdx.x; b < tiles * pieces; b += gridDim.x)", places, down, join)),
@@ -246,7 +246,7 @@ def _finish(p: Program, variant: str, start: str, combine: str, divide: str) -> 
     each = ("for (i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x; column < cols; "
             "column += (i64)gridDim.x * blockDim.x)")
     pieces = f"for (i64 i = 0; i < (rows + 255) / 256; ++i) acc = {combine}(acc, partial[i * cols + column]);"
-    return block(_head("fused_finish", p, variant),
+    return block(_head("chain_finish", p, variant),
                  block(each, scalars(p, variant, steps, "row", "column"), f"float acc = {start};", pieces,
                        f"const float v{r} = acc{divide};", tail.lines,
                        stores_one(p, variant, range(len(p.outputs)), names, "column")))

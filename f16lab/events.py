@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CastRow', 'TensorStat', 'Histogram', 'StepRecord', 'EvalRecord', 'SampleRecord', 'EventRecord', 'HistogramRecord',
-           'RunStarted', 'RunResumed', 'RunEnded', 'Bus']
+           'StepProbe', 'RunStarted', 'RunResumed', 'RunEnded', 'Bus']
 
 # %% ../nbs/03_events.ipynb #90491abd
 import math
@@ -58,6 +58,7 @@ class Histogram:
     infs: int = 0
     nans: int = 0
     amax: float = 0.0  # largest finite magnitude
+    size: int = 0  # elements of the whole tensor when only a sample was looked at; 0: all were
 
     @property
     def elements(self) -> int:
@@ -113,6 +114,17 @@ class HistogramRecord:
     "Histograms of one step, from a probe that is not part of the engine."
     step: int
     histograms: tuple[Histogram, ...]
+
+
+class StepProbe:
+    "Looks into the steps of a run; whoever steps calls `begin` before the forward pass and `finish` with the record."
+
+    def begin(self, step: int) -> None:
+        "Step number `step` starts: weights are those that its forward pass will use."
+
+    def finish(self, record: StepRecord) -> StepRecord:
+        "The step is over; gradients, moments and new weights are in place. Returns the record, perhaps with more in it."
+        return record
 
 # %% ../nbs/03_events.ipynb #b17cc651
 @dataclass(frozen=True)

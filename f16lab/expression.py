@@ -250,7 +250,7 @@ def _check(p: Program) -> None:
         axis = p.steps[o].axis
         if axis == "one" or (axis != "element" and o not in after):
             raise ValueError(f"an output with axis {axis!r} that no reduction made: give it to plain torch")
-        if down and o not in after: raise ValueError("elements beside a reduction of columns: cut it in two expressions")
+        if down and o not in after: raise ValueError("elements beside a reduction of columns: cut it in two")
 
 def _depending(p: Program, on: Sequence[int]) -> set[int]:
     """The steps `on` and all that use them."""
@@ -261,7 +261,7 @@ def _depending(p: Program, on: Sequence[int]) -> set[int]:
 
 # %% ../nbs/05e_expression.ipynb #83c881e3
 def capture(f: Callable, *inputs: str) -> Program:
-    """Record `f`, called with a node for each input (axis 'element', 'row' or 'column'); it may return several nodes."""
+    """Record `f`, called with a node for each input (axis 'element', 'row' or 'column'); it may return several."""
     for axis in inputs:
         if axis not in AXES[1:]: raise ValueError(f"axis {axis!r}: allowed are 'element', 'row' and 'column'")
     made = f(*(Expr("input", axis=axis, slot=i) for i, axis in enumerate(inputs)))

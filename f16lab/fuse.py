@@ -31,8 +31,9 @@ from .rounding import convert_stochastic
 
 # %% ../nbs/06_fuse.ipynb #03387999
 def native_refusal(p: Program, constants: Sequence[float], operands: Sequence[Precision]) -> str:
-    """'' if an expression may be computed in its operands' own arithmetic, f16 or bf16, else why not; `operands` are the
-    precisions of inputs and outputs. Asked at each call: constants are no part of the structure that kernels are kept for."""
+    """'' if an expression may be computed in its operands' own arithmetic, f16 or bf16, else why not.
+
+    `operands`: precisions of inputs and outputs. Asked at each call, because kernels are kept by structure alone."""
     if why := no_native_structure(p): return why
     own = operands[0]
     if own is not F16 and own is not BF16: return f"an operand is {own.tag}; native arithmetic is f16 or bf16"
@@ -59,7 +60,8 @@ class Trace:
     def rows(self) -> list[dict]:
         """What was counted, as a table."""
         hits = [{"kernel": name, "launches": n, "misses": 0, "reason": ""} for name, n in self.hits.items()]
-        return hits + [{"kernel": name, "launches": 0, "misses": n, "reason": why} for (name, why), n in self.misses.items()]
+        return hits + [{"kernel": name, "launches": 0, "misses": n, "reason": why}
+                       for (name, why), n in self.misses.items()]
 
     def __enter__(self) -> "Trace":
         global _listeners
@@ -85,8 +87,8 @@ def check_operands(p: Program, tensors: Sequence[Tensor]) -> torch.Size:
     allowed = {"element": shape, "row": shape[-1:], "column": (*shape[:-1], 1)}
     for i, (axis, t) in enumerate(zip(p.inputs, tensors)):
         if t.shape != torch.Size(allowed[axis]):
-            raise ValueError(f"operand {i} has shape {list(t.shape)}; as {axis} beside elements {list(shape)} it must be "
-                             f"{list(allowed[axis])}")
+            raise ValueError(f"operand {i} has shape {list(t.shape)}; as {axis} beside elements {list(shape)} it must "
+                             f"be {list(allowed[axis])}")
     return shape
 
 def _geometry(p: Program, shape: torch.Size) -> tuple[int, int]:
@@ -123,17 +125,18 @@ def run(
     device = check_tensors("fused expression", {f"operand {i}": t for i, t in enumerate(inputs)})
     (rows, cols), reduces = _geometry(p, shape), p.reduction is not None and p.steps[p.reduction].axis == "row"
     outputs = [torch.empty(_shape_of(p.axis(j), shape), dtype=q.dtype, device=device) for j, q in enumerate(outs)]
-    partial = torch.empty(-(-rows // 256) * cols if reduces else 0, dtype=F32.dtype, device=device)
+    partial = torch.empty(-(-rows // 256) * cols, dtype=F32.dtype, device=device) if reduces else None
     noises = [f(x) for i in range(0, len(draws), 3) for f, x in zip((np.uint32, np.uint64, np.uint32), draws[i:i + 3])]
     stored = (Precision.of(t) for t in (*inputs, *outputs))
     codes = [np.uint64(sum(STORAGE[q] << 4 * j for j, q in enumerate(stored)))] if variant == "x" else []
-    arguments = (*inputs, *outputs, partial, np.int64(rows), np.int64(cols), *map(np.float32, constants), *noises, *codes)
+    sizes, values = (np.int64(rows), np.int64(cols)), map(np.float32, constants)
+    arguments = (*inputs, *outputs, partial, *sizes, *values, *noises, *codes)
     text, most = _text(p.key, variant), blocks_of(device)
     if any(t.numel() for t in outputs):
-        launch(text, "fused", device, _blocks(p, rows, cols, most), *arguments)
+        launch(text, "chain", device, _blocks(p, rows, cols, most), *arguments)
         _hit(p, variant, "")
         if reduces:
-            launch(text, "fused_finish", device, grid_for(cols, 1, most), *arguments)
+            launch(text, "chain_finish", device, grid_for(cols, 1, most), *arguments)
             _hit(p, variant, " (finish)")
     _hold(inputs, device)
     return outputs
@@ -189,7 +192,8 @@ def compute(
     if device == "cuda" or table_for(device).kernels:
         variant, why = lookup(tensors, outs, native)
         if not why and not table_for(device).kernels: why = "the dispatch table has no kernels"
-        if not why: return _call(p, variant, tensors, outs, constants, [n for d in draws for n in (d.key.a, d.start, d.limit)])
+        streams = [n for d in draws for n in (d.key.a, d.start, d.limit)]
+        if not why: return _call(p, variant, tensors, outs, constants, streams)
         _miss(p, why)
     return _by_reference(p, tensors, outs, constants, draws, native, where)
 
@@ -229,7 +233,8 @@ class Fused:
         return [q] + [F64 if q is F64 else F32] * (len(self.forward.outputs) - 1)
 
     def grads(self, g: Tensor, xs: Sequence[Tensor], saved: Sequence[Tensor], needs: Sequence[bool],
-              outs: Sequence[Precision], run: Callable[..., list[Tensor]], constants: Sequence[float]) -> list[Tensor | None]:
+              outs: Sequence[Precision], run: Callable[..., list[Tensor]],
+              constants: Sequence[float]) -> list[Tensor | None]:
         """The gradients in `outs`; `run(program, tensors, outs, constants)` computes."""
         found: list[Tensor | None] = [None] * len(xs)
         for p, wanted, numbers in zip(self.back.programs, self.back.wanted, self.back.constants):
@@ -245,8 +250,9 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         fused, p, arith, constants, draws, layer, _ = call
-        xs = [t if p.holds(Precision.of(t)) else convert_recorded(t, p, layer, "fused", f"operand {i}", "forward", "operand")
-              for i, t in enumerate(tensors)]
+        names = [f"operand {i}" for i in range(len(tensors))]
+        xs = [t if p.holds(Precision.of(t)) else convert_recorded(t, p, layer, "fused", name, "forward", "operand")
+              for t, name in zip(tensors, names)]
         y, *saved = compute(fused.forward, xs, fused.outs(p), constants, draws, arith, (layer, "forward"))
         ctx.save_for_backward(*xs, *saved)
         ctx.call = call
@@ -260,7 +266,8 @@ class _Apply(torch.autograd.Function):
         g = convert_recorded(g.contiguous(), p, layer, "fused", "grad", "backward", "operand")
         xs, saved = ctx.saved_tensors[:len(dtypes)], ctx.saved_tensors[len(dtypes):]
         run = lambda q, tensors, outs, numbers: compute(q, tensors, outs, numbers, draws, arith, (layer, "backward"))
-        grads = fused.grads(g, xs, saved, ctx.needs_input_grad[1:], [q if p is F32 else p for q in kept], run, constants)
+        outs, needs = [q if p is F32 else p for q in kept], ctx.needs_input_grad[1:]
+        grads = fused.grads(g, xs, saved, needs, outs, run, constants)
         return None, *(None if y is None else convert_recorded(y, q, layer, "fused", "grad", "backward", "storage")
                        for y, q in zip(grads, kept))
 
@@ -274,7 +281,7 @@ def fused(
     draws: Sequence[Draw] = (),                 # the noise streams
     layer: str = "",
 ) -> Tensor:
-    """The expression of the tensors, stored in `p`; differentiable. ValueError for operands or streams that do not fit."""
+    """The expression of the tensors, stored in `p`; differentiable. ValueError for operands that do not fit."""
     if arith not in ("f32", "native"): raise ValueError(f"arith={arith!r}: allowed are 'f32' and 'native'")
     check_operands(expression.program, tensors)
     values = expression.program.constants if constants is None else tuple(constants)
@@ -356,8 +363,8 @@ def operator_kernels(
 
 # %% ../nbs/06_fuse.ipynb #f0f921ac
 def traffic(p: Program, operand: int, result: int) -> dict[str, int]:
-    """Bytes an element that move: fused (operands of `operand` bytes, outputs of `result`), and eagerly, a primitive at a
-    time in f32 between a cast up of each operand and a cast down of each output."""
+    """Bytes an element that move: fused, with operands of `operand` and outputs of `result` bytes; and eagerly, a
+    primitive at a time in f32 between a cast up of each operand and a cast down of each output."""
     full = [s for s in p.steps if s.axis == "element"]
     reads = sum(s.op == "input" for s in full)
     writes = sum(p.axis(j) == "element" for j in range(len(p.outputs)))

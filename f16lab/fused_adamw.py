@@ -43,7 +43,7 @@ def _fixed(layout: FlatLayout) -> tuple[Tensor, np.ndarray]:
     return torch.tensor([tensor_id(name) for name in layout.names]), np.array([decays(s) for s in layout.shapes])
 
 def tensor_rows(group: Group, numbers: StepNumbers) -> np.ndarray:
-    """f32 [tensors, 8]: wd, c1, 1/c1, c2, 1/c2, and as uint32 bits kA for write-back, m and v (0 where nothing is drawn)."""
+    """f32 [tensors, 8]: wd, c1, 1/c1, c2, 1/c2, and the bits of kA for write-back, m and v (0: nothing is drawn)."""
     config, drawn = numbers.config, (group.slots.rounding, group.slots.rounding_state, group.slots.rounding_state)
     (ids, decaying), out, t = _fixed(group.layout), np.zeros((len(group.t), 8), np.float32), np.array(group.t)
     out[:, 0] = config.weight_decay * decaying
@@ -70,7 +70,8 @@ def update_group_on_gpu(group: Group, numbers: StepNumbers, measure: bool = Fals
     tensor, first = (x[own] for x in group.layout.tables(group.device))
     scalars = (numbers.factor, config.eps, numbers.lr, config.beta1, 1 - config.beta1, config.beta2, 1 - config.beta2,
                kahan_scale(group.slots.storage))
-    launch("adamw.cu", kernel_name(group, measure, bool(rows[:, 0].any())), group.device, grid_of(group, measure),
+    decay = bool(config.weight_decay and _fixed(group.layout)[1].any())
+    launch("adamw.cu", kernel_name(group, measure, decay), group.device, grid_of(group, measure),
            group.flat[own], group.grads.flat[own], group.m, group.v, group.master, group.compensation,
            np.int64(len(group.m)), tensor, first, _sent(rows, group.device), group.S, group.S_next,
            *(np.float32(x) for x in scalars), group.meters if measure else None, group.looks)

@@ -114,7 +114,8 @@ def launch(file: str, expression: str, device: torch.device, blocks: int, *argum
     shared: bytes of dynamic shared memory a block."""
     import cupy
     function = kernel(file, expression, device.index)
-    if shared > 48 * 1024: function.max_dynamic_shared_size_bytes = shared
+    if shared > 48 * 1024:  # more than a kernel gets unasked; and as much of the cache for it as there is
+        function.max_dynamic_shared_size_bytes, function.preferred_shared_memory_carveout = shared, 100
     stream = torch.cuda.current_stream(device)
     with cupy.cuda.Device(device.index):
         adopt = getattr(cupy.cuda.Stream, "from_external", None)  # since CuPy 14; before it by the raw handle
@@ -151,8 +152,8 @@ def cast_on_gpu(
         known = ", ".join(q.tag for q in CODES)
         raise NotImplementedError(f"cast kernel {src.tag} → {p.tag}: there are kernels between {known}")
     y = torch.empty_like(x, dtype=p.dtype)
-    counts = torch.zeros(259, dtype=torch.int64, device=device) if statistics else None
-    amax = torch.zeros(1, dtype=torch.float32, device=device) if statistics else None
+    seen = torch.zeros(260, dtype=torch.int64, device=device) if statistics else None
+    counts, amax = (seen[:259], seen[259:].view(torch.float32)[:1]) if statistics else (None, None)
     expression = f"cast<{CODES[src]}, {CODES[p]}, {str(key is not None).lower()}, {str(statistics).lower()}>"
     launch("cast.cu", expression, device, grid_for(x.numel(), 4, blocks_of(device, 5)), x, y, np.int64(x.numel()),
            np.uint32(0 if key is None else key.a), np.uint64(start), np.int32(saturate), counts, amax)

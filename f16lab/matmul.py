@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cast import round_in_register
+from .column_kernels import column_sums
 from .device import half_sums
-from .operators import Operator, apply_operator, precision_of, work_of
+from .operators import Operator, apply_operator, precision_of
 from .precision import F16, F32, Precision
 
 # %% ../nbs/06b_matmul.ipynb #50dc0d6b
@@ -36,10 +37,6 @@ def product(
     return total
 
 # %% ../nbs/06b_matmul.ipynb #38b4cf49
-def _sum_rows(g: Tensor) -> Tensor:
-    """Sum over all axes but the last, in work precision also where `g` is half."""
-    return g.reshape(-1, g.shape[-1]).sum(0, dtype=work_of(Precision.of(g)).dtype)
-
 def _linear_plain(x, w, b, accum=F32):
     if accum is not F16: return F.linear(x, w, b)
     return product(x, w.t(), accum) if b is None else product(x, w.t(), accum).add_(b)
@@ -53,7 +50,7 @@ def _linear_backward(g, xs, statistics, needs, shapes, accum=F32):
     x, w, _ = xs
     rows_g, rows_x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     return (product(g, w, accum) if needs[0] else None, product(rows_g.t(), rows_x, accum) if needs[1] else None,
-            _sum_rows(g) if needs[2] else None)
+            column_sums(g) if needs[2] else None)
 
 LINEAR = Operator("linear", ("x", "weight", "bias"), _linear_plain, _linear_forward, _linear_backward,
                   (True, True, False))

@@ -95,7 +95,8 @@ class _Apply(torch.autograd.Function):
     """Forward and backward of any Operator at one precision."""
 
     @staticmethod
-    def forward(ctx, call, *tensors):
+    def forward(*args):  # no ctx by name: dynamo, without gradients, would leave it out for operators of two tensors
+        ctx, call, tensors = *args[:2], args[2:]
         op, p, out, layer, options, _ = call
         name, names, table = op.name, op.operands, table_for(tensors[0].device.type)
         ctx.kernel = _kernel_allowed(op, table, tensors, p, out, options)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCALARS', 'to_plain', 'from_plain', 'to_json', 'from_json', 'pack_ints', 'pack_floats', 'Unpacker', 'pack_step',
-           'step_scalars', 'unpack_step', 'pack_casts', 'unpack_casts', 'pack_histograms', 'unpack_histograms']
+           'step_scalars', 'unpack_step', 'pack_casts', 'unpack_casts', 'HistogramTable', 'pack_histograms',
+           'unpack_histograms']
 
 # %% ../nbs/03a_packing.ipynb #7b369662
 import json
@@ -168,19 +169,56 @@ def unpack_casts(layout: Sequence[Sequence], body: bytes) -> tuple[CastRow, ...]
 _APART = ('zeros', 'subnormals', 'infs', 'nans')
 
 
-def pack_histograms(histograms: Iterable[Histogram]) -> tuple[tuple, bytes]:
-    "(layout, compressed body) of the histograms of one step."
-    hs = tuple(histograms)
-    body = pack_ints([h.first for h in hs]) + pack_ints([len(h.counts) for h in hs])
-    body += pack_ints(list(chain.from_iterable(h.counts for h in hs)))
-    body += pack_ints([getattr(h, name) for name in _APART for h in hs]) + pack_floats([h.amax for h in hs])
-    return tuple((h.phase, h.layer, h.tensor, h.precision) for h in hs), zlib.compress(body, 1)
+class HistogramTable(Sequence):
+    "Histograms of one step as arrays, a row each; a `Histogram` is made when somebody asks for it."
+
+    def __init__(self, labels: Sequence[tuple], fields: np.ndarray, apart: np.ndarray, amax: np.ndarray) -> None:
+        self.labels = tuple(labels)  # (phase, layer, tensor, precision, size) of each
+        self.fields = fields  # int64 [n, 255]: finite numbers but 0, by exponent field of their f32 value
+        self.apart = apart  # int64 [n, 4]: zeros, subnormals, infs, nans
+        self.amax = amax  # f64 [n]
+
+    def __len__(self) -> int: return len(self.labels)
+
+    def __getitem__(self, i: int | slice) -> Any:
+        if isinstance(i, slice): return tuple(self[j] for j in range(*i.indices(len(self))))
+        phase, layer, tensor, precision, size = self.labels[i]
+        first, last = (int(edge[i]) for edge in self.edges())
+        counts = tuple(self.fields[i, first:last].tolist())
+        return Histogram(phase, layer, tensor, precision, first - 127, counts, *self.apart[i].tolist(),
+                         float(self.amax[i]), size)
+
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        "First bin and end of the bins of each row that hold something, int64 [n] each; a row without any: 127, 127."
+        some = self.fields > 0
+        empty, first = ~some.any(1), some.argmax(1)
+        return np.where(empty, 127, first), np.where(empty, 127, some.shape[1] - some[:, ::-1].argmax(1))
 
 # %% ../nbs/03a_packing.ipynb #fa0daf1a
+def _columns(hs: HistogramTable | tuple[Histogram, ...]) -> tuple[tuple, tuple, Sequence[float]]:
+    "(labels, whole numbers: first bins, numbers of bins, bins, counts apart; largest magnitudes)."
+    if isinstance(hs, HistogramTable):
+        first, last = hs.edges()
+        bins = np.arange(hs.fields.shape[1])
+        counts = hs.fields[(bins >= first[:, None]) & (bins < last[:, None])]
+        return hs.labels, (first - 127, last - first, counts, hs.apart.T), hs.amax
+    labels = tuple((h.phase, h.layer, h.tensor, h.precision, h.size) for h in hs)
+    whole = ([h.first for h in hs], [len(h.counts) for h in hs], list(chain.from_iterable(h.counts for h in hs)),
+             [getattr(h, name) for name in _APART for h in hs])
+    return labels, whole, [h.amax for h in hs]
+
+
+def pack_histograms(histograms: Iterable[Histogram]) -> tuple[tuple, bytes]:
+    "(layout, compressed body) of the histograms of one step."
+    hs = histograms if isinstance(histograms, HistogramTable) else tuple(histograms)
+    labels, whole, amax = _columns(hs)
+    return labels, zlib.compress(b''.join(map(pack_ints, whole)) + pack_floats(amax), 1)
+
+# %% ../nbs/03a_packing.ipynb #faa20313
 def unpack_histograms(layout: Sequence[Sequence[str]], body: bytes) -> tuple[Histogram, ...]:
     "The histograms from a layout and a body of `pack_histograms`."
     data, n = Unpacker(zlib.decompress(body)), len(layout)
     firsts, lengths, counts, apart = data.ints(), data.ints(), iter(data.ints()), data.ints()
     amax = data.floats().tolist()
-    return tuple(Histogram(*layout[i], firsts[i], tuple(next(counts) for _ in range(lengths[i])),
-                           *apart[i::n], amax=amax[i]) for i in range(n))
+    return tuple(Histogram(*layout[i][:4], firsts[i], tuple(next(counts) for _ in range(lengths[i])),
+                           *apart[i::n], amax[i], *layout[i][4:]) for i in range(n))  # older layouts have no size

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+from torch.autograd.profiler import record_function
 
 from .cast import convert_recorded
 from .grads import BLOCK, FlatLayout
@@ -223,7 +223,8 @@ class Reducer:
         self.optimizer, self.ranks, self.stage, device = optimizer, ranks, stage, optimizer.buffers[0].device
         plan, self.wires = planned_wires(optimizer, ranks.world, profile_at, bucket_bytes)
         self.lane = OnStream(device) if device.type == "cuda" else InThread()
-        self.queue, self.spans = BucketQueue(plan, self._send), None  # spans: a list to collect (what, start, stop)
+        self.queue = BucketQueue(plan, lambda bucket: self.lane.submit(lambda: self._reduce(bucket)))
+        self.spans: list | None = None  # a list collects (bucket, start, stop)
         hook = lambda name: lambda p: self.queue.ready(name)  # noqa: E731
         self.hooks = [p.register_post_accumulate_grad_hook(hook(name)) for name, p in optimizer.params.items()]
 
@@ -247,9 +248,6 @@ class Reducer:
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self.hooks: hook.remove()
-
-    def _send(self, bucket: Bucket) -> None:
-        self.lane.submit(lambda: self._reduce(bucket))
 
     def _reduce(self, bucket: Bucket) -> None:
         start, flat = time.perf_counter(), self.optimizer.buffers[bucket.group].grads.flat

@@ -158,7 +158,7 @@ class Store:
         "Looks at the file anew, as is needed after a rollback."
         self.seq, last = self.db.execute('SELECT coalesce(max(seq), 0), max(step) FROM step').fetchone()
         self.block = None if last is None else last // BLOCK
-        self.ids, self.layouts, self.histograms, self.last_casts = {}, {}, (None, {}), ((), None)
+        self.ids, self.layouts, self.histograms, self.last_casts = {}, {}, (None, ()), ((), None)
 
     def shared(self, kind: str, key: Any) -> int:
         "The number of a value that is kept once: bytes as they are, anything else as JSON."
@@ -240,10 +240,10 @@ def _write_step(store: Store, r: StepRecord) -> None:
 def _write_histograms(store: Store, r: HistogramRecord) -> None:
     "Adds to what was just written for this step; one row a step."
     step, known = store.histograms
-    known = {} if step != r.step else known
-    known.update({(h.phase, h.layer, h.tensor): h for h in r.histograms})
+    known = (*known, r.histograms) if step == r.step else (r.histograms,)
+    if len(known) > 1: known = (tuple({(h.phase, h.layer, h.tensor): h for hs in known for h in hs}.values()),)
     store.histograms = r.step, known
-    layout, body = pack_histograms(known.values())
+    layout, body = pack_histograms(known[0])
     newest, = store.db.execute('SELECT coalesce(max(seq), 0) + 1 FROM histogram').fetchone()
     row = newest, int(r.step), store.shared('histogram layout', layout), body
     store.db.execute('INSERT OR REPLACE INTO histogram VALUES (?, ?, ?, ?)', row)

@@ -170,7 +170,7 @@ def begin(trainer: Trainer, folder: Path, log: RunLog, resumed: Resumed | None) 
     if resumed or log.session > 1:
         emit(RunResumed(at, resumed.words() if resumed else "no checkpoint is there: starts from the beginning"))
     saver = keep_in(trainer, folder, resumed, 0, trainer.optimizer.world)
-    saver.before_done = log.flush  # a checkpoint is done when the log holds all that led to it
+    saver.before_done = log.sync  # a checkpoint is done when the log holds all that led to it
     for text in saver.tidied: emit(EventRecord(max(0, at - 1), "checkpoint", text))
 
 # %% ../nbs/20c_running.ipynb #9d930b1f

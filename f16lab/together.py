@@ -7,7 +7,6 @@ __all__ = ['REASONS', 'Commands', 'Report', 'interleaved', 'sum_f32', 'peak_memo
 
 # %% ../nbs/12d_together.ipynb #0964c37c
 import json
-import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -56,6 +55,8 @@ def sum_f32(values: Iterable[float]) -> float:
 def peak_memory(device: torch.device) -> float:
     """Largest memory of this process so far, bytes: of the GPU as torch allocated it, on a CPU all of the process."""
     if device.type == "cuda": return float(torch.cuda.max_memory_allocated(device))
+    try: import resource
+    except ImportError: return float("nan")  # not known on this system
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 # %% ../nbs/12d_together.ipynb #924c006c

@@ -147,7 +147,7 @@ __device__ __forceinline__ bool quick(Loaded<P, G, O, MODE, MEASURE, N>& e, u32 
     const bool NEVER_TINY = Is<O, F16>::YES && Is<G, F16>::YES;      // see shared_by
     const float weight = watch_weight<P>(DRAW), weight_k = watch_weight<P>(true), weight_o = watch_weight<O>(true);
     const int Q = MEASURE ? 2 : N;  // elements worked on side by side: the meters keep many numbers of each
-    float fine = 0, small = 1, x[N], y[N];
+    float fine = 0, small = 1, most = 0, x[N], y[N];
 #pragma unroll
     for (int i = 0; i < N; i += Q) {
         float now[Q], before[Q], change[Q], g[Q], gg[Q], old_x[Q], old_y[Q], start[Q], rest[Q], u[Q], left[Q];
@@ -177,6 +177,7 @@ __device__ __forceinline__ bool quick(Loaded<P, G, O, MODE, MEASURE, N>& e, u32 
             if (MODE == KAHAN) u[j] = rest[j] - change[j];
             now[j] = MODE == KAHAN ? start[j] + u[j] : start[j] - change[j];
             fine = watch(fine, now[j], weight);
+            if (P::BITS == 8) most = fmaxf(most, fabsf(now[j]));  // overflow is near
             if (MODE == MASTER) e.master.w[MODE == MASTER ? i + j : 0] = float_bits(now[j]);
             if (LOOK) {
                 seen.highest = fmaxf(seen.highest, b);
@@ -226,7 +227,7 @@ __device__ __forceinline__ bool quick(Loaded<P, G, O, MODE, MEASURE, N>& e, u32 
             }
         }
     }
-    bool ordinary = s.regular && finite(fine) && (!LOOK || seen.highest < 16384.0f);
+    bool ordinary = s.regular && finite(fine) && (!LOOK || seen.highest < 16384.0f) && (P::BITS > 8 || most <= top<P>());
     if (LOOK) seen.live = N;
     if (small < TINY) {
 #pragma unroll

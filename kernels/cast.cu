@@ -37,15 +37,11 @@ struct Tally {
     }
 };
 
-// The exponents of two results, and the largest of them. Eight-bit results may be infinite, others are finite here.
+// The exponents of two finite results, and the largest of them.
 template <class D> struct Exponents {
     enum { SUBNORMAL = 0 };  // whether a result can be subnormal as an f32 number
-    static __device__ __forceinline__ void note(Tally& t, const u32* w, int i) { t.add(Lane<D>::get(w, i)); t.add(Lane<D>::get(w, i + 1)); }
-};
-template <> struct Exponents<F16> {
-    enum { SUBNORMAL = 0 };
     static __device__ __forceinline__ void note(Tally& t, const u32* w, int i) {
-        const float lo = Lane<F16>::get(w, i), hi = Lane<F16>::get(w, i + 1);
+        const float lo = Lane<D>::get(w, i), hi = Lane<D>::get(w, i + 1);
         t.note(float_bits(lo) >> 23 & 255u);
         t.note(float_bits(hi) >> 23 & 255u);
         t.top = fmaxf(fmaxf(t.top, fabsf(lo)), fabsf(hi));
@@ -77,20 +73,23 @@ template <class D> F16LAB_FN float cut(float top) { return top; }
 template <> F16LAB_FN float cut<BF16>(float top) { return bits_float(float_bits(top) & 0xFFFF0000u); }
 
 // ---------------------------------------------------------------- N elements of a thread
-template <class S, class D> struct Hand {
-    enum { QUICK = (int)Lane<S>::QUICK && (int)Lane<D>::QUICK, WIDE = (int)S::BITS > (int)D::BITS ? (int)S::BITS : (int)D::BITS };
-    enum { N = 128 / WIDE, TURNS = QUICK ? 4 : 1, TILE = 256 * TURNS * N };
+template <class S, class D, bool DRAW> struct Hand {
+    enum { WIDE = (int)S::BITS > (int)D::BITS ? (int)S::BITS : (int)D::BITS, N = 128 / WIDE };
+    enum { TURNS = N == 16 || (D::BITS == 8 && DRAW) ? 1 : 4, TILE = 256 * TURNS * N };
 };
+template <class D> F16LAB_FN float largest() { return D::BITS == 8 ? widen<D>((u32)D::TOP) : 0; }
+template <> F16LAB_FN float largest<F32>() { return 0; }
 
 // Rounds `in` into `out`; true unless a number was large, infinite or NaN: then `out` is not to be used. m: first product of the hash.
 template <class S, class D, bool DRAW, bool STATS, int N>
 __device__ __forceinline__ bool quick(const Lanes<S, N>& in, Lanes<D, N>& out, u32 m, u32 kb, float weight, bool saturate,
                                       u32 one, Tally& tally) {
-    float fine = 0, small = 1;
+    float fine = 0, small = 1, most = 0;
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
         const float lo = Lane<S>::get(in.w, i), hi = Lane<S>::get(in.w, i + 1);
         fine = watch(watch(fine, lo, weight), hi, weight);
+        if (D::BITS == 8) most = fmaxf(most, fmaxf(fabsf(lo), fabsf(hi)));
         if (DRAW) {
             const u32 a = noise_mix(noise_fold(noise_mix(m + i * POSITION, one)) * POSITION + kb, one);
             const u32 b = noise_mix(noise_fold(noise_mix(m + (i + 1) * POSITION, one)) * POSITION + kb, one);
@@ -98,7 +97,7 @@ __device__ __forceinline__ bool quick(const Lanes<S, N>& in, Lanes<D, N>& out, u
         } else Lane<D>::write(out.w, i, lo, hi, saturate);
         if (STATS && Exponents<D>::SUBNORMAL) small = fminf(small, fminf(fabsf(lo), fabsf(hi)));
     }
-    if (!finite(fine)) return false;
+    if (!finite(fine) || (D::BITS == 8 && !saturate && most > largest<D>())) return false;
     if (STATS) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) Exponents<D>::note(tally, out.w, i);
@@ -111,8 +110,8 @@ __device__ __forceinline__ bool quick(const Lanes<S, N>& in, Lanes<D, N>& out, u
 template <class S, class D, bool DRAW, bool STATS>
 __global__ void __launch_bounds__(256, 5) cast(const typename S::code* __restrict__ x, typename D::code* __restrict__ y, i64 n,
                                             u32 ka, u64 start, int saturate, u64* counts, u32* amax_bits) {
-    const int N = Hand<S, D>::N, TURNS = Hand<S, D>::TURNS;
-    const i64 TILE = Hand<S, D>::TILE;
+    const int N = Hand<S, D, DRAW>::N, TURNS = Hand<S, D, DRAW>::TURNS;
+    const i64 TILE = Hand<S, D, DRAW>::TILE;
     __shared__ u32 bins[STATS ? WARPS * 256 : 1];
     __shared__ u32 rare[3];  // f32 subnormals, infinities; bits of the largest magnitude
     Tally tally = {bins, threadIdx.x / 32 * 256, 0, 0, 0};
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(256, 5) cast(const typename S::code* __restric
 #pragma unroll
         for (int k = 0; k < TURNS; ++k) {
             const i64 from = at + k * 256 * N;
-            Lanes<D, N> out;
+            Lanes<D, N> out = {};
             if (!crosses && quick<S, D, DRAW, STATS, N>(in[k], out, m + k * 256 * N * POSITION, kb, weight, saturate != 0, unit, tally)) {
                 *(Lanes<D, N>*)(y + from) = out;
                 continue;

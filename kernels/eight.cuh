@@ -9,7 +9,7 @@
 
 namespace f16lab {
 
-template <class P> struct alignas(P::BITS) Eight { u32 w[P::BITS / 4]; };
+template <class P> struct alignas(P::BITS) Eight { u32 w[P::BITS / 4]; };  // eight numbers of BITS bits are BITS bytes
 
 // Number k in f32; k is a constant once the loop around it is unrolled.
 template <class P> F16LAB_FN float number(const Eight<P>& e, int k) {

@@ -3,7 +3,8 @@
 // Purpose    one or two instructions an element where the general functions of numbers.cuh take ten
 // Reference  f16lab.precision.convert, f16lab.rounding.round_stochastic
 // Layout     N elements of P in N·BITS/32 words; N is even, and a multiple of 4 for eight-bit formats
-// Numerics   the bits of Port<P>, unless a value is large, infinite or NaN: `watch` tells, and then the kernel takes Port<P>
+// Numerics   the bits of Port<P>, unless a value is large, infinite or NaN: `watch` tells, and then the kernel takes Port<P>.
+//            Eight-bit formats overflow soon: there a kernel compares with the largest number itself
 #pragma once
 #include "exact.cuh"
 #include "ports.cuh"
@@ -30,29 +31,45 @@ template <class P> F16LAB_FN float watch_weight(bool overflow) {
 template <> F16LAB_FN float watch_weight<F32>(bool) { return 4.0f; }
 
 // ---------------------------------------------------------------- reading
-template <class P> struct Lane {  // eight-bit formats: the general way
-    enum { QUICK = 0 };
-    static F16LAB_FN float get(const u32* w, int i) { return widen<P>(w[i / 4] >> i % 4 * 8 & 0xFFu); }
-    static F16LAB_FN void set(u32* w, int i, u32 code) {
-        w[i / 4] = i % 4 ? w[i / 4] | code << i % 4 * 8 : code;
+// Two codes of an eight-bit format; finite overflow ends at the largest number: whoever does not want that looks before.
+template <class P> F16LAB_FN u32 two_codes(float lo, float hi) {
+#if __CUDA_ARCH__ >= 890
+    u16 two;
+    if (P::MANT == 3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(hi), "f"(lo));
+    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(hi), "f"(lo));
+    return two;
+#else
+    return narrow<P>(lo, true) | narrow<P>(hi, true) << 8;
+#endif
+}
+template <class P> struct Lane {  // eight-bit formats
+    static F16LAB_FN float get(const u32* w, int i) {
+        const u32 c = w[i / 4] >> i % 4 * 8 & 0xFFu;
+#if __CUDA_ARCH__ >= 890
+        u32 two;
+        float x;
+        if (P::MANT == 3) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"((u16)c));
+        else two = c << 8;  // E5M2 is the upper half of an f16 number
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)two));
+        return x;
+#else
+        return widen<P>(c);
+#endif
     }
-    static F16LAB_FN void write(u32* w, int i, float lo, float hi, bool s) {
-        set(w, i, narrow<P>(lo, s));
-        set(w, i + 1, narrow<P>(hi, s));
+    static F16LAB_FN void set(u32* w, int i, u32 codes) {  // numbers i and i + 1; the two others of the word stay
+        w[i / 4] = i % 4 ? (w[i / 4] & 0xFFFFu) | codes << 16 : (w[i / 4] & 0xFFFF0000u) | codes;
     }
+    static F16LAB_FN void write(u32* w, int i, float lo, float hi, bool) { set(w, i, two_codes<P>(lo, hi)); }
     static F16LAB_FN void draw(u32* w, int i, float lo, float hi, u32 mlo, u32 mhi, bool s) {
-        set(w, i, stochastic<P>(lo, noise_fold(mlo), s));
-        set(w, i + 1, stochastic<P>(hi, noise_fold(mhi), s));
+        set(w, i, stochastic<P>(lo, noise_fold(mlo), s) | stochastic<P>(hi, noise_fold(mhi), s) << 8);
     }
 };
 template <> struct Lane<F32> {
-    enum { QUICK = 1 };
     static F16LAB_FN float get(const u32* w, int i) { return bits_float(w[i]); }
     static F16LAB_FN void write(u32* w, int i, float lo, float hi, bool) { w[i] = float_bits(lo); w[i + 1] = float_bits(hi); }
     static F16LAB_FN void draw(u32* w, int i, float lo, float hi, u32, u32, bool) { write(w, i, lo, hi, false); }
 };
 template <> struct Lane<BF16> {
-    enum { QUICK = 1 };
     static F16LAB_FN float get(const u32* w, int i) { return bits_float(i % 2 ? w[i / 2] & 0xFFFF0000u : w[i / 2] << 16); }
     static F16LAB_FN void write(u32* w, int i, float lo, float hi, bool) {
 #ifdef __CUDA_ARCH__
@@ -68,7 +85,6 @@ template <> struct Lane<BF16> {
     }
 };
 template <> struct Lane<F16> {
-    enum { QUICK = 1 };
     static F16LAB_FN float get(const u32* w, int i) {
         const u16 c = (u16)(i % 2 ? w[i / 2] >> 16 : w[i / 2]);
 #ifdef __CUDA_ARCH__

@@ -3,9 +3,9 @@
     python tests/crash.py --kills 200 [--seconds 600] [--seed 0] [--profiles f16,bf16,all_f16]
 
 Each run trains a tiny model in a forked child, with a checkpoint after every few steps. Half of the kills come after a
-random time, wherever the child then is; the other half from within, before a random step of a save (a piece of a file, a
-force to disk, a rename). After each kill the newest checkpoint must be intact and hold the bits of the unbroken run after
-as many steps, and the run log must hold each step up to it once. Nothing here needs pytest.
+random time, wherever the child then is; the other half from within, before a random step of a save (a piece of a file,
+a force to disk, a rename). After each kill the newest checkpoint must be intact and hold the bits of the unbroken run
+after as many steps, and the run log must hold each step up to it once. Nothing here needs pytest.
 """
 import argparse
 import json
@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from train_runs import RICH, load, rich_source, save, small  # noqa: E402
 
 from f16lab import checkpoint  # noqa: E402
-from f16lab.checkpoint import newest, step_of  # noqa: E402
+from f16lab.checkpoint import done_steps, newest, step_of  # noqa: E402
 from f16lab.resume import resume  # noqa: E402
 from f16lab.runlog import RunReader  # noqa: E402
 from f16lab.running import LOG, begin, follow, opened_log  # noqa: E402
@@ -46,7 +46,8 @@ PROFILES = ("f16", "bf16", "all_f16")
 
 def made(profile: str) -> Trainer:
     """The run: dropout, two micro-steps, short epochs, windows that are soon full, a loss scale that soon changes."""
-    t = Trainer(small(profile, **{**RICH, "steps": STEPS, "eval_every": EVAL_EVERY, "save_every": SAVE_EVERY}), rich_source())
+    changes = {**RICH, "steps": STEPS, "eval_every": EVAL_EVERY, "save_every": SAVE_EVERY}
+    t = Trainer(small(profile, **changes), rich_source())
     short = {name: replace(getattr(t.gate, name), window=4) for name in ("loss_outlier", "norm_outlier")}
     t.gate = replace(t.gate, **short, loss_scale=replace(t.gate.loss_scale, interval=4))
     return t
@@ -129,8 +130,9 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
     def words(self) -> str:
-        return (f"{self.kills} kills ({', '.join(f'{n} {name}' for name, n in sorted(self.where.items()))}), {self.ends} runs "
-                f"finished, {self.compared} states compared, {self.bits} differing bits, {len(self.wrong)} faults")
+        where = ", ".join(f"{n} {name}" for name, n in sorted(self.where.items()))
+        return (f"{self.kills} kills ({where}), {self.ends} runs finished, {self.compared} states compared, "
+                f"{self.bits} differing bits, {len(self.wrong)} faults")
 
 
 def differing_bits(a: State, b: State) -> int:
@@ -138,7 +140,8 @@ def differing_bits(a: State, b: State) -> int:
     bits = 0
     for name in {**a.tensors, **b.tensors}:
         x, y = (tensor_bytes(s.tensors[name]) if name in s.tensors else b"" for s in (a, b))
-        bits += (int.from_bytes(x, "little") ^ int.from_bytes(y, "little")).bit_count() if len(x) == len(y) else 8 * max(len(x), len(y))
+        if len(x) != len(y): bits += 8 * max(len(x), len(y))
+        else: bits += (int.from_bytes(x, "little") ^ int.from_bytes(y, "little")).bit_count()
     values = [{k: v for k, v in json.loads(json.dumps(s.values)).items() if k != "times"} for s in (a, b)]
     return bits + sum(values[0].get(k) != values[1].get(k) for k in {**values[0], **values[1]})
 
@@ -179,7 +182,7 @@ def check(folder: Path, known: Path, before: int, tally: Tally) -> int:
 def moment(folder: Path, began: bool) -> str:
     """Where a kill hit, judged from what it left behind."""
     names = [p.name for p in folder.iterdir()]
-    unfinished = {step_of(n) for n in names} - {step_of(n) for n in names if n.startswith("DONE_") and not n.endswith(".tmp")} - {None}
+    unfinished = {step_of(name) for name in names} - {None, *done_steps(folder)}
     if unfinished or any(name.endswith(".tmp") for name in names): return "in a save"
     return "between saves" if began else "while starting"
 
@@ -245,7 +248,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profiles", default=",".join(PROFILES))
     given = parser.parse_args()
-    result = crash(given.kills, given.seconds, given.seed, tuple(given.profiles.split(",")), told=lambda text: print(text, flush=True))
+    result = crash(given.kills, given.seconds, given.seed, tuple(given.profiles.split(",")),
+                   told=lambda text: print(text, flush=True))
     print(result.words())
     for text in result.wrong: print("FAULT:", text)
     sys.exit(1 if result.wrong or result.kills < given.kills else 0)

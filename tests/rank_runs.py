@@ -21,7 +21,7 @@ from f16lab.rendezvous import joined
 from f16lab.running import train_run
 
 AT = 3  # the rank at fault is rank 1 (rank 0 in `lead`), in step 3
-TIMEOUT = 2.0  # seconds
+TIMEOUT = 5.0  # seconds
 CASES = ("freeze", "hang", "raise", "lead", "short", "term", "tcp", "fs", "slow")
 
 

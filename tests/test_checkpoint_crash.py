@@ -1,4 +1,5 @@
 """Kill −9 at random moments, for some seconds; `tests/crash.py --kills N` does it for as long as one likes."""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from f16lab.state import State
 
 def test_kills_cost_no_bit():
     script = Path(__file__).with_name("crash.py")
-    done = subprocess.run([sys.executable, str(script), "--kills", "24", "--seconds", "45", "--seed", "1"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(script), "--kills", "24", "--seconds", "45", "--seed", "1"], capture_output=True, text=True
+    )
     last = [line for line in done.stdout.splitlines() if "kills" in line][-1]
     kills = int(last.split()[0])
     assert "FAULT" not in done.stdout and ", 0 differing bits, 0 faults" in last, done.stdout + done.stderr[-3000:]

@@ -42,7 +42,8 @@ def mixed(n: int) -> torch.Tensor:
     """f32 [n] in runs of 64: ordinary numbers, some of every size, zeros, and any bits at all."""
     g = torch.Generator().manual_seed(n)
     bits = torch.randint(-2**31, 2**31, (n,), generator=g, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    sized, tame = (torch.randn(n, generator=g) * torch.exp2(torch.randint(*r, (n,), generator=g).float()) for r in ((-30, 18), (-3, 3)))
+    of_size = lambda lo, hi: torch.randn(n, generator=g) * torch.exp2(torch.randint(lo, hi, (n,), generator=g).float())
+    sized, tame = of_size(-30, 18), of_size(-3, 3)
     kind = torch.randint(0, 32, (n // 64 + 1,), generator=g).repeat_interleave(64)[:n]
     return torch.where(kind < 2, bits, torch.where(kind < 8, sized, torch.where(kind < 9, torch.zeros(n), tame)))
 
@@ -57,8 +58,9 @@ def counted(y: torch.Tensor) -> list[int]:
 def largest(y: torch.Tensor) -> float: return convert(y, F32).nan_to_num(0, 0, 0).abs().max().item()
 
 
-@pytest.mark.parametrize("src,dst,drawn,stats", [(F32, F16, False, True), (F32, BF16, True, True), (F32, F16, True, False), (BF16, F16, False, False),
-                                                 (F16, BF16, True, False), (F32, E5M2, False, True), (E4M3, F32, False, False)], ids=str)
+@pytest.mark.parametrize("src,dst,drawn,stats", [
+    (F32, F16, False, True), (F32, BF16, True, True), (F32, F16, True, False), (BF16, F16, False, False),
+    (F16, BF16, True, False), (F32, E5M2, False, True), (E4M3, F32, False, False)], ids=str)
 def test_the_cast_kernel_has_the_bits_of_the_reference(src, dst, drawn, stats):
     n, key = 2 * 16384 + 1234, Key.of(1, 2, Purpose.USER, "x")
     x = convert(mixed(n), src)
@@ -66,11 +68,11 @@ def test_the_cast_kernel_has_the_bits_of_the_reference(src, dst, drawn, stats):
         y, part = torch.full((n,), 7.0).to(dst.dtype), x[off:]
         counts, amax = (torch.zeros(259, dtype=torch.int64), torch.zeros(1)) if stats else (None, None)
         flags = f"{str(drawn).lower()}, {str(stats).lower()}"
-        launch_on_host("cast.cu", f"cast<{NAMES[src]}, {NAMES[dst]}, {flags}>", 2, part, y[off:], np.int64(len(part)), np.uint32(key.a),
-                       np.uint64(start), np.int32(saturate), counts, amax)
+        launch_on_host("cast.cu", f"cast<{NAMES[src]}, {NAMES[dst]}, {flags}>", 2, part, y[off:], np.int64(len(part)),
+                       np.uint32(key.a), np.uint64(start), np.int32(saturate), counts, amax)
         random = noise(key, start, len(part)) if drawn else None
         right = write_back(convert(part, F32), dst, random, saturate) if drawn else convert(part, dst, saturate)
-        keep = ~right.isnan() if dst is F32 else torch.ones(len(part), dtype=torch.bool)  # torch's own widening may drop a NaN's sign
+        keep = ~right.isnan() if dst is F32 else ...  # torch's own widening may drop the sign of a NaN
         assert torch.equal(y[off:].isnan(), right.isnan()) and torch.equal(bits_of(y[off:])[keep], bits_of(right)[keep])
         if stats: assert counts.tolist() == counted(right) and amax.item() == largest(right)
         assert off == 0 or y[0].item() == 7

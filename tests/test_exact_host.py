@@ -15,10 +15,11 @@ def host(tmp_path_factory) -> ctypes.CDLL:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None: pytest.skip("no C++ compiler: exact.cuh cannot be built for the host")
     library = tmp_path_factory.mktemp("host") / "exact.so"
-    subprocess.run([compiler, "-O2", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", f"-I{ROOT / 'kernels'}",
-                    str(ROOT / "tests/host/exact.cpp"), "-o", str(library)], check=True)
+    flags = ("-O2", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", f"-I{ROOT / 'kernels'}")
+    subprocess.run([compiler, *flags, str(ROOT / "tests/host/exact.cpp"), "-o", str(library)], check=True)
     out = ctypes.CDLL(str(library))
-    for name in ("wrong_roots", "wrong_near_two", "wrong_quotients", "finite_by_accident"): getattr(out, name).restype = ctypes.c_int64
+    for name in ("wrong_roots", "wrong_near_two", "wrong_quotients", "finite_by_accident"):
+        getattr(out, name).restype = ctypes.c_int64
     return out
 
 

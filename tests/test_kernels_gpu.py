@@ -141,9 +141,10 @@ def test_adamw_is_the_same_for_any_grid_and_size(text, monkeypatch):
     for device in ("cpu", "cuda", "cuda"):
         params = {name: torch.nn.Parameter(convert(t, slots_of(profile).storage).to(device)) for name, t in initial.items()}
         groups.append(Group("g", slots_of(profile), params, {n: t.to(device) for n, t in initial.items()}))
-    grad = convert(torch.randn(groups[0].m.shape, generator=g) * torch.exp2(torch.randint(-20, 2, groups[0].m.shape, generator=g).float()),
-                   groups[0].slots.grad)
-    scratch, numbers = step_scratch([groups[0]], groups[0].slots.work), StepNumbers(AdamWConfig(weight_decay=0.1), 1e-3, 4, 0.5, 11)
+    sizes = torch.exp2(torch.randint(-20, 2, groups[0].m.shape, generator=g).float())
+    grad = convert(torch.randn(groups[0].m.shape, generator=g) * sizes, groups[0].slots.grad)
+    numbers = StepNumbers(AdamWConfig(weight_decay=0.1), 1e-3, 4, 0.5, 11)
+    scratch = step_scratch([groups[0]], groups[0].slots.work)
     for group in groups: group.grads.flat.copy_(grad)
     for step in range(2):
         update_group(groups[0], numbers, scratch)

@@ -62,6 +62,15 @@ def test_every_operator_has_the_same_bits(p):
         assert mine.dtype is right.dtype and torch.equal(mine, right)
 
 
+@pytest.mark.parametrize("n", (1, 2, 3))
+def test_operators_of_any_number_of_tensors_trace_without_gradients(n):
+    """torch's tracer counts the parameters of an autograd function's forward where no gradient is wanted."""
+    f = (ops.gelu, ops.add, ops.layer_norm)[n - 1]
+    xs = [torch.randn(4, 6).half(), *(torch.ones(6).half() for _ in range(n - 1))]
+    with torch.no_grad():
+        assert torch.equal(compiled(lambda *x: f(*x, p=F16))(*xs), f(*xs, p=F16))
+
+
 @pytest.mark.parametrize("p, out", [(F16, F32), (BF16, BF16), (F32, F32)], ids=str)
 def test_losses_casts_and_keys_have_the_same_bits(p, out):
     g, key = torch.Generator().manual_seed(0), Key.of(3, 1, Purpose.DROPOUT, "layer")

@@ -24,7 +24,7 @@ KILLED = "import sys\nfrom f16lab.launcher import launch_ranks\nprint(launch_ran
 
 ENDS = {  # how it goes wrong → exit codes of both ranks, what rank 0 says, how the run log ends
     "freeze": ([1, -9], "rank 1 stopped answering (last heard of in step ", "failed"),
-    "hang": ([1, 1], "rank 1 did not come to the exchange of step 3 within 2 s: it hangs, or is much slower than the others", "failed"),
+    "hang": ([1, 1], "rank 1 did not come to the exchange of step 3 within 5 s: it hangs, or is much slower than the others", "failed"),
     "raise": ([1, 2], "rank 1 failed in step 3: ValueError: a bad batch", "failed"),
     "lead": ([1, 1], "the run failed at step 3: ValueError: a bad page", "failed"),
     "short": ([1, 0], "rank 1 ended after 3 steps while others go on", ""),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cuda_host import launch_on_host
 
-from f16lab import ops, row_kernels
+from f16lab import operators, ops, row_kernels, rows
 from f16lab.cast import Ledger, collect_gradient
 from f16lab.device import ALL_BOUNDARY, DispatchTable, open_device, using_table
 from f16lab.launch import kernel_source
@@ -29,9 +29,8 @@ STORED = (F16, BF16, F32)
 CLOSE = 3e-6
 
 
-@pytest.fixture
-def emulated(monkeypatch):
-    """Kernels run on CPU tensors. Memory that `empty` returns is poisoned, and the blocks of every launch are kept."""
+def emulate(monkeypatch) -> list[int]:
+    """Launch on the host; memory that `empty` returns is poisoned. Returns the list in which each launch notes its blocks."""
     blocks = []
 
     def launch(file, expression, device, n, *arguments, threads=256):
@@ -46,7 +45,24 @@ def emulated(monkeypatch):
 
     monkeypatch.setattr(row_kernels, "launch", launch)
     monkeypatch.setattr(row_kernels, "check_tensors", lax)
+    return blocks
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """The kernels run on CPU tensors, and the dispatch table of the CPU has kernels."""
+    blocks = emulate(monkeypatch)
     with using_table(KERNELS): yield blocks
+
+
+@pytest.fixture
+def rows_alone(monkeypatch):
+    """The same in a model, whose other operators must not look for kernels of theirs."""
+    blocks, allowed = emulate(monkeypatch), operators._kernel_allowed
+    monkeypatch.setattr(rows, "table_for", lambda kind: KERNELS)
+    monkeypatch.setattr(operators, "_kernel_allowed", lambda op, *rest: op.name in ("gelu", "layer_norm") and
+                        allowed(op, KERNELS, *rest[1:]))
+    return blocks
 
 
 def normal(*shape: int, seed: int = 0, p=F32) -> torch.Tensor:
@@ -321,7 +337,7 @@ def test_f32_stays_with_torch_and_only_one_result_may_be_used(emulated):
 
 
 @pytest.mark.parametrize("norm", ("pre", "peri"))
-def test_blocks_of_a_model(emulated, norm):
+def test_blocks_of_a_model(rows_alone, monkeypatch, norm):
     """Two blocks by kernels: the reference within f16's tolerance, no cast around norms, sums and GELU."""
     spec = BlockSpec(channels=8, heads=2, ff=16, norm=norm)
     blocks = [Block(spec, PRESETS["f16"], f"blocks.{i}") for i in (0, 1)]
@@ -337,10 +353,12 @@ def test_blocks_of_a_model(emulated, norm):
         return [h.detach(), *torch.autograd.grad(h, (x, *parameters), normal(2, 4, 8, seed=3, p=F16))]
 
     with Ledger() as ledger: mine = run()
-    with using_table(ALL_BOUNDARY): right = run()
-    assert all(deviation(a, b) <= 2**-8 for a, b in zip(mine, right, strict=True))
+    launched = len(rows_alone)
+    monkeypatch.undo()
+    right = run()
+    assert launched == len(rows_alone) >= 14 and all(deviation(a, b) <= 2**-8 for a, b in zip(mine, right, strict=True))
     ours = {(r.layer, r.op) for r in ledger.rows() if r.op in ("add", "gelu", "layer_norm")}
-    assert emulated and not ours, ours
+    assert not ours, ours
 
 
 # ---------------------------------------------------------------- what keeps them at memory speed

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from f16lab import runlog
-from f16lab.events import (Bus, CastRow, EvalRecord, EventRecord, Histogram, HistogramRecord, RunEnded, RunStarted,
+from f16lab.events import (Bus, CastRow, EvalRecord, EventRecord, Histogram, HistogramRecord, RunEnded, RunResumed, RunStarted,
                            SampleRecord, StepRecord, TensorStat)
 from f16lab.packing import SCALARS, from_json
 from f16lab.runfile import (BLOCK, FORMAT, RunLogError, Series, Store, WRITERS, decimate, extremes, is_live,
@@ -664,3 +664,48 @@ def test_a_command_from_another_process_while_the_log_is_busy(tmp_path):
             if step % 10 == 0: time.sleep(0.001)
         assert process.wait() == 0
     assert [c.value for c in got[:-1]] == [{'i': i} for i in range(5)] and got[-1].kind == 'stop'
+
+
+# ---------------------------------------------------------------- going on from a checkpoint
+
+def test_what_was_synced_is_in_the_file_itself(tmp_path):
+    """Not only in the journal beside it, which may be lost in a power cut."""
+    log = RunLog(tmp_path / 'a')
+    for step in range(20): log(StepRecord(step, loss=step / 2))
+    log.sync()
+    (tmp_path / 'b').write_bytes((tmp_path / 'a').read_bytes())
+    log.close()
+    log.sync()  # harmless
+    with RunReader(tmp_path / 'b') as reader: assert reader.steps()['loss'] == [step / 2 for step in range(20)]
+
+
+def test_a_resumed_run_takes_back_what_it_will_do_again(tmp_path):
+    path, at = tmp_path / 'a', 2 * BLOCK + 7
+    with RunLog(path) as log:
+        for step in range(3 * BLOCK + 5):
+            log(StepRecord(step, loss=1.0, histograms=(Histogram('train', 'l', 'weight', 'f16', 0, (1,)),)))
+            if step % 3 == 0: log(EventRecord(step, 'skip', 'non-finite'))
+            if step % 50 == 0: log(EvalRecord(step, 1.0)), log(SampleRecord(step, 'old'))
+        log(EventRecord(3 * BLOCK, 'command', 'lr set'))
+    with RunReader(path) as reader:
+        cursor, _ = reader.follow(limit=10**6)
+        with RunLog(path) as log:
+            log(RunResumed(at, 'from a checkpoint'))
+            for step in range(at, at + 20): log(StepRecord(step, loss=2.0))
+        assert reader.follow(cursor)[1]['step'] == list(range(at, at + 20))  # a view that was there hears of the new rows
+        assert reader.steps()['step'] == list(range(at + 20)) and reader.status().step == at + 19
+        assert reader.steps()['loss'] == [1.0] * at + [2.0] * 20
+        assert reader.series('loss', 10**5).values.tolist() == [1.0] * at + [2.0] * 20
+        assert reader.series('loss', 20).values.max() == 2.0 and len(reader.series('loss', 20).steps) <= 20
+        assert max(reader.histogram_steps()) < at and max(reader.evals()['step']) <= at and max(reader.samples()['step']) <= at
+        events = reader.events()
+        skips = [step for step, kind in zip(events['step'], events['kind']) if kind == 'skip']
+        assert max(skips) < at and 'lr set' in events['text']  # what people did stays
+        [text] = [text for kind, text in zip(events['kind'], events['text']) if kind == 'resume']
+        assert text == f'from a checkpoint; {BLOCK - 2} steps up to {3 * BLOCK + 5} were logged and are taken again'
+
+
+def test_a_run_that_starts_again_has_an_empty_log(tmp_path):
+    fill(tmp_path / 'a', range(BLOCK + 3))
+    with RunLog(tmp_path / 'a') as log: log(RunResumed(0, 'from the beginning'))
+    with RunReader(tmp_path / 'a') as reader: assert reader.steps()['step'] == [] and len(reader.sessions()) == 2
