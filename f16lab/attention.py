@@ -18,6 +18,7 @@ from .cast import convert_recorded, grad_dtype_of, only_once
 from .column_kernels import side_by_side
 from .device import Path, table_for
 from .matmul import batched_matmul
+from .operators import precision_of
 from .precision import F32, Precision
 from .rows import softmax
 
@@ -133,6 +134,7 @@ def attention(
     layer: str = "",
 ) -> Tensor:
     """softmax(q kᵀ / √d) v [B, H, T, d] (Vaswani et al., arXiv 1706.03762); a row that sees nothing gives 0."""
+    p, stable = precision_of(p, q), precision_of(stable, q)
     backend = fused_backend(q, k, v, p, causal, mask) if stable.bits <= 32 else ""
     if backend: return _Fused.apply(q, k, v, causal, backend, layer, tuple(map(grad_dtype_of, (q, k, v))))
     return composed_attention(q, k, v, p=p, stable=stable, causal=causal, mask=mask, accum=accum, layer=layer)

@@ -7,8 +7,8 @@ __all__ = ['TRAIN_HELP', 'TRAIN_EXAMPLES', 'COMPARE_HELP', 'COMPARE_EXAMPLES', '
            'DEMO_HELP', 'DATA_HELP', 'DATA_EXAMPLES', 'REPORT_HELP', 'BENCH_EXAMPLES', 'BENCH_HELP', 'AUDIT_EXAMPLES',
            'AUDIT_HELP', 'VERBS', 'HELP', 'exit_code', 'explained', 'Commands', 'among_ranks', 'told_warnings',
            'run_command', 'debug_option', 'out_option', 'bands_option', 'nproc_option', 'every_option', 'train',
-           'train_command', 'on_ranks', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command',
-           'data', 'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'bench_command', 'bench',
+           'train_command', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command', 'data',
+           'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'bench_command', 'bench',
            'resume_verb', 'inspect_verb', 'verify_verb', 'audit_command', 'audit', 'command', 'main']
 
 # %% ../nbs/21_cli.ipynb #7fda28a0
@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -161,7 +160,7 @@ def train(recipe: str | None, print_config: bool, out: str | None, resume_auto: 
     from f16lab.options import configured
     config = configured(recipe, given)
     if print_config: return click.echo(to_toml(config), nl=False) or 0
-    from f16lab.running import label_of, new_folder, train_run
+    from f16lab.running import label_of, new_folder, on_ranks, train_run
     from f16lab.saved_runs import check_auto
     if resume_auto: check_auto(config, out)
     folder, going_on = Path(out) if out else new_folder(label_of(config.profile)), bool(resume_auto)
@@ -180,26 +179,6 @@ def train_command() -> click.Command:
     return PartedCommand("train", callback=train, help=TRAIN_HELP, examples=TRAIN_EXAMPLES, params=[
         click.Argument(["recipe"], required=False), *profile_options(), *setting_options(), *output, *slot_options(),
         debug_option()])
-
-# %% ../nbs/21_cli.ipynb #ffbfe171
-def on_ranks(nproc: int, config: Any, folder: Path, every: int, going_on: bool) -> int:
-    """The run on several ranks of this machine; what can be checked is checked before they are started."""
-    from f16lab.config import to_toml
-    from f16lab.launcher import launch_ranks
-    from f16lab.running import check_folder
-    if rank := os.environ.get("RANK"):
-        raise ValueError(f"--nproc {nproc}: this process is rank {rank} already: leave it out")
-    if (n := config.data.accumulate) % nproc:
-        raise ValueError(f"--accumulate {n} with --nproc {nproc}: the ranks share the micro-batches of a step; give a "
-                         f"multiple of {nproc}, such as --accumulate {-(-n // nproc) * nproc}")
-    check_folder(folder, going_on)
-    with tempfile.TemporaryDirectory() as place:
-        recipe = Path(place) / "recipe.toml"
-        recipe.write_text(to_toml(config), encoding="utf-8")
-        words = ["train", str(recipe), "--out", str(folder), "--every", str(every), *["--resume", "auto"] * going_on]
-        code, died = launch_ranks(words, nproc)
-    if died: click.echo(f"f16lab: {died}", err=True)
-    return code
 
 # %% ../nbs/21_cli.ipynb #bb610eab
 def compare_command() -> click.Command:
@@ -410,7 +389,7 @@ def bench(what: str, profiles: str, only: tuple[str, ...], rounds: int, out: str
 def resume_verb() -> click.Command:
     """f16lab resume."""
     from f16lab.saved_runs import resume_command
-    return resume_command(every_option(), debug_option())
+    return resume_command(every_option(), nproc_option(), debug_option())
 
 def inspect_verb() -> click.Command:
     """f16lab inspect."""

@@ -122,6 +122,9 @@ class StepProbe:
     def begin(self, step: int) -> None:
         "Step number `step` starts: weights are those that its forward pass will use."
 
+    def micro(self, last: bool) -> None:
+        "A micro-step starts, perhaps the last one of the step."
+
     def finish(self, record: StepRecord) -> StepRecord:
         "The step is over; gradients, moments and new weights are in place. Returns the record, perhaps with more in it."
         return record

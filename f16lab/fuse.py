@@ -10,6 +10,7 @@ __all__ = ['ENGINE', 'native_refusal', 'Trace', 'check_operands', 'run', 'lookup
 import functools
 import math
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ def _fits(c: float, p: Precision) -> bool:
 
 # %% ../nbs/06_fuse.ipynb #74ac113d
 _listeners: tuple["Trace", ...] = ()  # rebound, never mutated; empty means that nobody pays for bookkeeping
+_entering = threading.Lock()  # two threads may open traces at once
 
 class Trace:
     """Counts launches and misses of fused kernels while it is open: `with Trace() as trace: …`."""
@@ -65,12 +67,12 @@ class Trace:
 
     def __enter__(self) -> "Trace":
         global _listeners
-        _listeners = (*_listeners, self)
+        with _entering: _listeners = (*_listeners, self)
         return self
 
     def __exit__(self, *exc) -> None:
         global _listeners
-        _listeners = tuple(t for t in _listeners if t is not self)
+        with _entering: _listeners = tuple(t for t in _listeners if t is not self)
 
 def _hit(p: Program, variant: str, part: str) -> None:
     for trace in _listeners: trace.hits[named(p, variant) + part] += 1

@@ -17,6 +17,7 @@ from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import Path, table_for
 from .loss_kernels import cross_entropy_both, cross_entropy_gradients, cross_entropy_losses, host_and_device
 from .matmul import product
+from .mirror import as_operand
 from .operators import precision_of, work_of
 from .precision import BF16, F16, F32, F64, Precision
 from .sum_kernels import blocksum
@@ -232,7 +233,7 @@ def _head_chunk_direct(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, dw
 # %% ../nbs/06e_losses.ipynb #df3f6da6
 def _head_direct(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor | None, ...]:
     """Row losses [N], gradients of x in P and of w in f32 (None unless asked for), chunk by chunk."""
-    x, w = (convert_recorded(t, h.p, h.layer, "head_cross_entropy", name, "forward", "operand")
+    x, w = (as_operand(t, h.p, h.layer, "head_cross_entropy", name, "forward", "operand")
             for t, name in ((x, "x"), (w, "weight")))
     dw = torch.zeros_like(w, dtype=F32.dtype) if grads else None
     parts = [_head_chunk_direct(x[i:i + h.chunk], w, targets[i:i + h.chunk], h, dw)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import DispatchTable, Path, table_for
+from .mirror import as_operand
 from .precision import BF16, F16, F32, F64, Precision
 from .profile import resolve
 
@@ -66,7 +67,7 @@ def _sums_nothing(op: Operator, shapes: list, g: Tensor) -> bool:
 # %% ../nbs/06a_operators.ipynb #02c5b500
 def _enter(x: Tensor | None, p: Precision, *record: str) -> Tensor | None:
     """`x` in `p` through the door, as layer, operator, operand …; None and integer tensors pass."""
-    return x if x is None or x.dtype is p.dtype or not x.is_floating_point() else convert_recorded(x, p, *record)
+    return x if x is None or x.dtype is p.dtype or not x.is_floating_point() else as_operand(x, p, *record)
 
 def _leave(y: Tensor | None, p: Precision, grad_dtype: torch.dtype, layer: str, op: str, operand: str) -> Tensor | None:
     """A gradient on its way out: rounded once to P, then in the precision in which its operand collects gradients."""

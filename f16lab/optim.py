@@ -55,7 +55,7 @@ def step_scratch(groups: Sequence[Group], p: Precision, rows: int = 128) -> tupl
 # %% ../nbs/11_optim.ipynb #cd14f049
 def update_one(optimizer: "AdamWSteps", group: Group, numbers: StepNumbers, measure: bool) -> None:
     """One AdamW step of one group, by the kernel where it can be used."""
-    if group.label in optimizer.fused: update_group_on_gpu(group, numbers, measure, optimizer.gather)
+    if group not in optimizer.slow: update_group_on_gpu(group, numbers, measure, optimizer.gather)
     else: update_group(group, numbers, optimizer.scratch[group.slots.work], measure, optimizer.gather)
 
 # %% ../nbs/11_optim.ipynb #f2db5d3d
@@ -80,9 +80,8 @@ class AdamWSteps:
         for name, p in self.params.items(): kinds.setdefault(slots_of(profile_at(name)), {})[name] = p
         self.buffers = tuple(Group(f"optimizer.{i}", slots, params, initial, rank, world, multiple)
                              for i, (slots, params) in enumerate(kinds.items()))
-        self.fused = frozenset(group.label for group in self.buffers if has_kernel(group))
-        slow = [group for group in self.buffers if group.label not in self.fused]
-        self.scratch = {p: step_scratch(slow, p) for p in {group.slots.work for group in slow}}
+        self.slow = tuple(group for group in self.buffers if not has_kernel(group))  # plain torch steps these
+        self.scratch = {p: step_scratch(self.slow, p) for p in {group.slots.work for group in self.slow}}
 
     def zero_grad(self) -> None:
         """Clear the gradient sums, before the first micro-step."""

@@ -47,7 +47,7 @@ def load_found(trainer: Trainer, found: Found, rank: int = 0) -> tuple[str, ...]
         raise Refused("its state does not have the digest it was written with")
     same = saved.state.values.get("profile") == str(trainer.config.profile)
     notes = trainer.load_state(saved.state, other_profile=True)
-    if same: check_rerounded(trainer.optimizer)
+    if same: check_rerounded(trainer.optimizer, trainer.ranks.texts)
     return (*notes, *restored_generators(saved, rank))
 
 def restored_generators(saved: Saved, rank: int) -> tuple[str, ...]:
@@ -75,7 +75,8 @@ def resume(trainer: Trainer, folder: str | Path, step: int | None = None, rank: 
         try: notes = load_found(trainer, found, rank)
         except Refused as error: refused, below = (*refused, f"checkpoint {found.step} refused: {error}"), found.step
         else: break
-    machine = changed_versions(found.meta["versions"], written_by(trainer.device))
+    now = {**written_by(trainer.device), "ranks": trainer.ranks.world}
+    machine = changed_versions({"ranks": now["ranks"], **found.meta["versions"]}, now)
     history = list(found.meta["history"])
     if notes: history.append(dict(step=found.step, text="; ".join(notes)))
     return Resumed(found.step, (*notes, *machine), refused, tuple(history), time.perf_counter() - start)
@@ -85,6 +86,8 @@ def keep_in(trainer: Trainer, folder: str | Path, resumed: Resumed | None = None
             world: int = 1) -> Saver:
     """Give a trainer a `Saver` in a folder, that goes on behind `resumed`; ValueError if another run's are there."""
     history: Sequence[Mapping[str, Any]] = resumed.history if resumed else ()
-    trainer.saver = Saver(folder, trainer.config.checkpoint, about_run(trainer.config, trainer.device),
-                          resumed=resumed.step if resumed else None, history=history, rank=rank, world=world)
+    about = about_run(trainer.config, trainer.device)
+    about["versions"]["ranks"] = trainer.ranks.world  # of the run, also where one of them writes everything
+    trainer.saver = Saver(folder, trainer.config.checkpoint, about, resumed=resumed.step if resumed else None,
+                          history=history, rank=rank, world=world)
     return trainer.saver

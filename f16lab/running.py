@@ -6,12 +6,13 @@
 __all__ = ['LOG', 'RECIPE', 'ELSEWHERE', 'HOLDS_A_RUN', 'runs_folder', 'new_folder', 'label_of', 'check_folder', 'headline',
            'checkpoint_words', 'rank_row', 'memory_row', 'utilisation_row', 'out_of_memory', 'failure', 'command_words',
            'follow', 'opened_log', 'begin', 'resumed_rows', 'nothing_left', 'Told', 'stop_code', 'last_words', 'assist',
-           'lead', 'train_run']
+           'lead', 'train_run', 'on_ranks']
 
 # %% ../nbs/20c_running.ipynb #59cd4177
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -28,6 +29,7 @@ from .config import TrainConfig, to_dict, to_toml
 from .console import Display, RunFailed, facts, print_table, sentence, si, stopping, tally_rows
 from .events import Bus, EventRecord, RunEnded, RunResumed, RunStarted
 from .grads import TooManySkips
+from .launcher import launch_ranks
 from .nn import named_parameters_once
 from .parallel import RankFailed, Ranks
 from .profile import PrecisionProfile, preset_name
@@ -261,3 +263,20 @@ def train_run(config: TrainConfig, folder: Path, console: Console, every: int = 
         if rank == 0: raise
         if rank == 1 and str(error).startswith(("rank 0", STORE_GONE)): raise RunFailed(str(error)) from error
         raise Told(sentence(error)) from error
+
+# %% ../nbs/20c_running.ipynb #f2411d44
+def on_ranks(nproc: int, config: TrainConfig, folder: Path, every: int = 0, going_on: bool = False) -> int:
+    """`train_run` on several ranks of this machine, which are started here; returns the exit code."""
+    if rank := os.environ.get("RANK"):
+        raise ValueError(f"--nproc {nproc}: this process is rank {rank} already: leave it out")
+    if (n := config.data.accumulate) % nproc:
+        raise ValueError(f"--accumulate {n} with --nproc {nproc}: the ranks share the micro-batches of a step; give a "
+                         f"multiple of {nproc}, such as --accumulate {-(-n // nproc) * nproc}")
+    check_folder(folder, going_on)
+    with tempfile.TemporaryDirectory() as place:
+        recipe = Path(place) / RECIPE
+        recipe.write_text(to_toml(config), encoding="utf-8")
+        words = ["train", str(recipe), "--out", str(folder), "--every", str(every), *["--resume", "auto"] * going_on]
+        code, died = launch_ranks(words, nproc)
+    if died: sys.stderr.write(f"f16lab: {died}\n")
+    return code

@@ -24,7 +24,7 @@ from .console import Meter, PartedCommand, RunFailed, Setting, facts, open_conso
 from .inspecting import (TensorRow, Verified, about_rows, checkpoint_rows, chosen, chosen_step, file_states,
                                tensor_rows, verify)
 from .options import configured, profile_options, setting_options, slot_options
-from .running import train_run
+from .running import on_ranks, train_run
 from .snapshot import read_saved
 from .state import digest
 
@@ -40,18 +40,24 @@ def saved_config(folder: Path, step: int | None) -> TrainConfig:
     raise ValueError(f"{folder}: no checkpoint has a readable meta file, so the recipe is not known: name it with "
                      f"`f16lab train RECIPE --resume auto --out {folder}`")
 
-def go_on(run: str, at: int | None, every: int, given: Mapping[str, Any]) -> int:
-    """Go on with a saved run; options given change its recipe."""
+def go_on(run: str, at: int | None, every: int, given: Mapping[str, Any], nproc: int | None = None) -> int:
+    """Go on with a saved run, on `nproc` ranks if given; options given change its recipe."""
     folder = Path(run)
     if not folder.is_dir(): raise ValueError(f"{folder}: no such folder; give the folder of a run")
-    return train_run(configured(None, given, saved_config(folder, at)), folder, open_console(), every, True, at)
+    if nproc and at is not None:
+        raise ValueError(f"--at {at} with --nproc {nproc}: ranks started here go on from the newest checkpoint; use "
+                         f"torchrun --nproc-per-node {nproc} -m f16lab resume {run} --at {at}")
+    config = configured(None, given, saved_config(folder, at))
+    if nproc: return on_ranks(nproc, config, folder, every, True)
+    return train_run(config, folder, open_console(), every, True, at)
 
 # %% ../nbs/20y_saved_runs.ipynb #c60e2362
 def resume_command(*common: Setting) -> click.Command:
     """f16lab resume."""
     at = Setting("--at", metavar="STEP", type=click.IntRange(0), default=None, part="Going on",
                  help="from the checkpoint after STEP steps; later ones are moved aside  [default: newest]")
-    def callback(run: str, at: int | None, every: int, **given: Any) -> int: return go_on(run, at, every, given)
+    def callback(run: str, at: int | None, every: int, nproc: int | None = None, **given: Any) -> int:
+        return go_on(run, at, every, given, nproc)
     return PartedCommand("resume", callback=callback, help=RESUME_HELP, examples=RESUME_EXAMPLES, params=[
         click.Argument(["run"]), at, *profile_options(), *setting_options(), *slot_options(), *common])
 
@@ -65,6 +71,8 @@ RESUME_EXAMPLES = """
 f16lab resume data/runs/my-run
 f16lab resume data/runs/my-run --steps 2000
 f16lab resume data/runs/my-run --profile f32
+torchrun --nproc-per-node 4 -m f16lab resume data/runs/my-run
+f16lab resume data/runs/my-run --nproc 2
 """
 
 # %% ../nbs/20y_saved_runs.ipynb #6be05d72

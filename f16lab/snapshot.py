@@ -7,7 +7,7 @@ __all__ = ['HostCopy', 'tags_of', 'write_rank', 'write_rest', 'Saved', 'read_ran
            'check_rerounded']
 
 # %% ../nbs/13e_snapshot.ipynb #eeb9a33f
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,10 @@ def reround_differences(optimizer: AdamW) -> tuple[str, ...]:
                         f"key of step {step}{where}")
     return tuple(said)
 
-def check_rerounded(optimizer: AdamW) -> None:
-    """Refused, with the first difference, unless all 16-bit weights are what their masters round to."""
-    if said := reround_differences(optimizer):
-        raise Refused(f"{said[0]}: model and state are of two runs, or one was changed after it was written")
+def check_rerounded(optimizer: AdamW, shared: Callable[[str], Sequence[str]] = lambda text: [text]) -> None:
+    """Refused, with the first difference, unless all 16-bit weights are what their masters round to.
+
+    `shared` gives the texts of all ranks, so that they refuse together."""
+    said = next(iter(reround_differences(optimizer)), "")
+    for text in shared(said):
+        if text: raise Refused(f"{text}: model and state are of two runs, or one was changed after it was written")

@@ -23,7 +23,7 @@ struct alignas(16) Row { float wd, c1, r1, c2, r2; u32 key_theta, key_m, key_v; 
 
 // What all elements of a block share. S: the scale that m and v are stored with; next: this step's.
 // beta1, beta2: times the ratio of the scales for m and v, a power of two.
-struct Shared { Row t; float gain, eps, ratio, ratio2, beta1, beta2; u32 theta, m, v, theta_b, m_b, v_b, one; bool regular; };
+struct Shared { Row t; float gain, eps, ratio, ratio2, beta1, beta2; u32 theta, m, v, theta_b, m_b, v_b, one; bool regular, blind; };
 struct Numbers { float lr, beta1, rest1, beta2, rest2, kahan_scale, kahan_back; };
 template <class P, class G, class O> struct Arrays {
     typename P::code* theta; const typename G::code* grad; typename O::code *m, *v; float* master; typename P::code* compensation;
@@ -41,9 +41,6 @@ struct Seen {
         live += o.live; high += o.high;
     }
 };
-
-template <class A, class B> struct Is { enum { YES = 0 }; };
-template <class A> struct Is<A, A> { enum { YES = 1 }; };
 
 F16LAB_FN bool differs(float a, float b) { return a < b || a > b; }
 template <class P> F16LAB_FN float top() { return widen<P>((u32)P::TOP); }
@@ -232,7 +229,7 @@ __device__ __forceinline__ bool quick(Loaded<P, G, O, MODE, MEASURE, N>& e, u32 
     if (small < TINY) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (!NEVER_TINY) ordinary = ordinary && (x[i] == 0 || fabsf(x[i]) >= TINY) && (y[i] == 0 || y[i] >= TINY);
+            ordinary = ordinary && (s.blind || y[i] == 0 || y[i] >= TINY) && (NEVER_TINY || x[i] == 0 || fabsf(x[i]) >= TINY);
             if (LOOK) seen.live -= y[i] == 0;
         }
     }
@@ -241,8 +238,8 @@ __device__ __forceinline__ bool quick(Loaded<P, G, O, MODE, MEASURE, N>& e, u32 
 
 // ---------------------------------------------------------------- a warp's work
 // Regular numbers keep what exact.cuh asks for: quotients and roots far from the ends of f32. With f16 gradients and moments they
-// also see to it that no moment is tiny: a product that is not 0 is at least 2^-67, and a sum at least its last bit; and √v̂ + eps does
-// not notice how small a v̂ below 2^-92 is.
+// also see to it that no m is tiny: a product that is not 0 is at least 2^-67, and a sum at least the last bit of one. blind: a
+// v below 2^-102, from where on quotients and roots are exact, has a root below 2^-46, and a sum with eps does not notice that.
 template <class G, class O>
 __device__ __forceinline__ Shared shared_by(const Row& t, u32 high, float next, float S, float factor, float eps, const Numbers& h) {
     Shared s;
@@ -259,8 +256,9 @@ __device__ __forceinline__ Shared shared_by(const Row& t, u32 high, float next, 
     s.one = gridDim.y;
     s.regular = t.c1 >= 9.5367431640625e-07f && t.c1 <= 1 && t.c2 >= 9.5367431640625e-07f && t.c2 <= 1  // 2^-20
                 && s.eps >= 8.673617379884035e-19f && s.eps < 1073741824.0f;                              // 2^-60, 2^30
+    s.blind = s.eps >= 4.76837158203125e-07f && t.c2 >= 9.765625e-04f;  // 2^-21, 2^-10
     if (Is<G, F16>::YES && Is<O, F16>::YES)
-        s.regular = s.regular && fabsf(s.gain) * h.rest1 >= 1.1368683772161603e-13f /* 2^-43 */ && s.eps >= 9.5367431640625e-07f
+        s.regular = s.regular && fabsf(s.gain) * h.rest1 >= 1.1368683772161603e-13f /* 2^-43 */
                     && (h.beta1 == 0 || s.beta1 >= 9.5367431640625e-07f);
     return s;
 }

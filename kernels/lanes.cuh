@@ -11,6 +11,9 @@
 
 namespace f16lab {
 
+template <class A, class B> struct Is { enum { YES = 0 }; };
+template <class A> struct Is<A, A> { enum { YES = 1 }; };
+
 template <class P, int N> struct alignas(N * P::BITS / 8) Lanes { u32 w[N * P::BITS / 32]; };
 
 F16LAB_FN u32 upper_halves(u32 lo, u32 hi) {

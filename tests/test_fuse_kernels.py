@@ -40,7 +40,7 @@ from f16lab.expression import (
 from f16lab.fuse import ENGINE, Fused, Trace, engine_programs, engine_sources, fused, run
 from f16lab.launch import kernel_source
 from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, bits_of, convert
-from f16lab.rounding import Key, Purpose, convert_stochastic
+from f16lab.rounding import Key, Purpose, convert_stochastic, noise
 
 gpu = pytest.mark.gpu
 SIZES = (0, 1, 31, 32, 33, 1023)
@@ -277,6 +277,15 @@ def test_the_maximum_passes_nan_on_and_empty_tensors_pass(on_host):
     assert torch.equal(
         run(COLS, "", [torch.zeros(0, 5), torch.zeros(0, 1), torch.ones(5)], [F32], COLS.constants)[0], torch.ones(5)
     )
+
+
+@pytest.mark.parametrize("variant", ("", "a", "b"))
+def test_an_element_whose_noise_is_the_limit_is_kept(on_host, variant):
+    n = noise(DRAW.key, 7, 100).to(torch.int64) & 0xFFFFFFFF
+    q, x = NATIVE.get(variant, F32), torch.ones(100)
+    for i in (0, 50, 99):
+        (y,) = run(ENGINE["dropout"].program, variant, [convert(x, q)], [q], [1.0], [DRAW.key.a, 7, int(n[i])])
+        assert torch.equal(y.bool(), n >= n[i]) and y[i] == 1
 
 
 def test_one_kernel_serves_all_values_of_the_constants(on_host):

@@ -22,6 +22,7 @@ from f16lab.parallel import RankFailed, Ranks, agree, in_threads
 from f16lab.precision import BF16, F16, F32, F64
 from f16lab.profile import PrecisionProfile
 from f16lab.reduction import Reducer, Wire, bytes_per_rank, cuts, plan_buckets, reduce_blocks
+from f16lab.resume import keep_in, resume
 from f16lab.state import digest
 from f16lab.train import Trainer, evaluate, steps
 
@@ -506,3 +507,17 @@ def test_a_part_of_the_state_does_not_pass_for_the_whole():
 def test_bytes_of_a_rank():
     whole, part = (bytes_per_rank(1000, PrecisionProfile.parse("bf16"), 4, stage) for stage in (0, 1))
     assert whole == {"weights": 2000, "gradients": 4000, "state": 12000} and part["state"] == 3000
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_says_so(tmp_path):
+    def work(ranks):
+        t = make(ranks, "bf16", 1)
+        keep_in(t, tmp_path, None, ranks.rank, ranks.world)
+        t.step()
+        t.saver.save(t.state(), "test")
+        t.saver.close()
+        return t.digest()
+    saved = in_threads(2, work)
+    t = make(Ranks(), "bf16", 1)
+    found = resume(t, tmp_path)
+    assert found.step == 1 and "ranks was 2 and is 1" in found.notes and [t.digest()] * 2 == saved

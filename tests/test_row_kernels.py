@@ -30,7 +30,7 @@ CLOSE = 3e-6
 
 
 def emulate(monkeypatch) -> list[int]:
-    """Launch on the host; memory that `empty` returns is poisoned. Returns the list in which each launch notes its blocks."""
+    """Launch on the host; what `empty` returns is poisoned. Returns the list in which each launch notes its blocks."""
     blocks = []
 
     def launch(file, expression, device, n, *arguments, threads=256):
@@ -286,9 +286,9 @@ def test_strided_operands_are_read_as_they_show(emulated):
 
 
 def test_sums_of_parameters_are_cut_by_rows_alone():
-    for rows in (0, 1, 4, 5, 3168, 3169, 65_536, 10**6 + 7, 2**31):
-        size = chunk_rows(rows)
-        assert size % 4 == 0 and -(-rows // size) <= CHUNKS
+    for n in (0, 1, 4, 5, 3168, 3169, 65_536, 10**6 + 7, 2**31):
+        size = chunk_rows(n)
+        assert size % 4 == 0 and -(-n // size) <= CHUNKS
     assert -(-65_536 // chunk_rows(65_536)) == 781
     for width in range(1, 9000, 7):
         group, packs, long = tiling(width)
@@ -298,10 +298,10 @@ def test_sums_of_parameters_are_cut_by_rows_alone():
 # ---------------------------------------------------------------- numbers that break norms
 def check_hard_rows(device: str) -> None:
     """A mean a thousand times the spread, equal numbers, an overflowing sum; a NaN stays in its row."""
-    hard = [1000 + 0.25 * normal(768), torch.full((768,), 3.5), normal(768) * 1e4, normal(768), normal(768, seed=4)]
-    rows = torch.stack(hard)
-    rows[3, 100] = math.nan
-    x = convert(rows, F16)
+    made = [1000 + 0.25 * normal(768), torch.full((768,), 3.5), normal(768) * 1e4, normal(768), normal(768, seed=4)]
+    hard = torch.stack(made)
+    hard[3, 100] = math.nan
+    x = convert(hard, F16)
     plain = (None, None, None, torch.float16, torch.float32, 1e-5, False)
     _, n, mean, rstd = (t.cpu() for t in norm_forward(x.to(device), *plain))
     wide = x.double()
@@ -367,15 +367,15 @@ def test_the_kernels_of_16_bit_models_keep_their_rows_in_registers(tmp_path):
     nvcc, dump = shutil.which("nvcc"), shutil.which("cuobjdump")
     if nvcc is None or dump is None: pytest.skip("no nvcc and cuobjdump here: the kernels' code cannot be looked at")
     code, stats, four = "const u16*, " * 2, "const float*, const float*", "BF16, BF16, BF16, BF16"
-    rows = []
+    norms = []
     for flags in ("true, false, 32, 3, false, true", "true, false, 128, 3, false, true"):
-        rows.append(f"template __global__ void norm_forward<{four}, BF16, {flags}>({code}u16*, {code}u16*, "
+        norms.append(f"template __global__ void norm_forward<{four}, BF16, {flags}>({code}u16*, {code}u16*, "
                     "float*, float*, i64, int, float);")
-        rows.append(f"template __global__ void norm_backward<{four}, {flags}>({code}const u16*, {stats}, "
+        norms.append(f"template __global__ void norm_backward<{four}, {flags}>({code}const u16*, {stats}, "
                     "const u16*, u16*, float*, i64, i64, int);")
     gelu = [f"template __global__ void gelu{name};" for name in (
         "<BF16, BF16, true>(const u16*, u16*, i64)", f"_backward<BF16, BF16, BF16, true>({code}u16*, i64)")]
-    for file, instances in (("layernorm.cu", rows), ("gelu.cu", gelu)):
+    for file, instances in (("layernorm.cu", norms), ("gelu.cu", gelu)):
         source, cubin = tmp_path / file, tmp_path / f"{file}.cubin"
         source.write_text(kernel_source(file) + "\n" + "\n".join(instances))
         done = subprocess.run([nvcc, "-std=c++17", "-arch=sm_90", "--fmad=false", "-cubin", "-Xptxas", "-v",
@@ -419,8 +419,8 @@ def test_wrong_devices_are_refused():
 # ---------------------------------------------------------------- large, and on streams
 @gpu
 def test_more_than_2_to_the_31_elements():
-    rows, width = 2**31 // 768 + 5, 768
-    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    count, width = 2**31 // 768 + 5, 768
+    x = torch.randn(count, width, device="cuda", dtype=torch.bfloat16)
     w = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     _, n, mean, rstd = norm_forward(x, None, w, w, torch.bfloat16, torch.bfloat16, 1e-5, False)
     dx, dw, db = norm_backward(n, None, x, mean, rstd, w, torch.bfloat16, torch.float32, torch.float32, False)
