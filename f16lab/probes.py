@@ -200,10 +200,18 @@ class Tally:
 
     def copy(self, i: int, x: Tensor) -> None:
         """Copy `x` into the room for site `i`, in pieces that fit."""
-        if x.numel() <= self.room.free(): self.room.take(i, x.numel()).view(x.shape).copy_(x)
+        n = x.numel()
+        if n <= self.room.free(): self.room.take(i, n).view(x.shape).copy_(x)
         elif self.room.filled: self.flush(), self.copy(i, x)
         else:
             for piece in x.reshape(-1).split(self.room.free()): self.copy(i, piece)
+
+    def take_rows(self, labels: Sequence[Label], counts: Sequence[int], sizes: Sequence[int], rows: Tensor) -> None:
+        """Rows [n, 128] of several sites, one after the other, with so many numbers each; they must fit into the room."""
+        room = self.room
+        room.values[room.filled : room.filled + len(rows)].copy_(rows)
+        room.filled += len(rows)
+        room.runs += [(self.site(label), n, n * ROW - size) for label, n, size in zip(labels, counts, sizes)]
 
     def flush(self) -> None:
         """Count what is in the room."""
@@ -346,5 +354,8 @@ def merged(hs: Iterable[Histogram]) -> Histogram:
 # %% ../nbs/16_probes.ipynb #6bb71afe
 def sampled(x: Tensor, share: int, offset: int) -> Tensor:
     """Every `share`-th row (last axis) of `x` [..., C] from row `offset` mod `share` on; all of it if it has few rows."""
-    if share == 1 or x.dim() < 2 or x.numel() < 2 * share * x.shape[-1]: return x
-    return x.reshape(-1, x.shape[-1])[offset % share :: share]
+    if share == 1 or x.dim() < 2 or (n := x.numel()) < 2 * share * (width := x.shape[-1]): return x
+    start = offset % share
+    if not x.is_contiguous(): return x.reshape(-1, width)[start::share]
+    rows = -(-(n // width - start) // share)  # the same view by one call
+    return x.as_strided((rows, width), (share * width, 1), x.storage_offset() + start * width)

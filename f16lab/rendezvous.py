@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -44,9 +44,10 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
     return int(text)
 
 
-def rank_and_world(environ: Mapping[str, str]) -> tuple[int, int] | None:
+def rank_and_world(environ: Mapping[str, str],
+                   names: Sequence[tuple[str, str]] = RANK_NAMES) -> tuple[int, int] | None:
     """(rank, number of ranks) as a launcher has set them, None if none has."""
-    for rank, world in RANK_NAMES:
+    for rank, world in names:
         if world not in environ and rank not in environ: continue
         if rank not in environ or world not in environ:
             raise ValueError(f"{rank} and {world} belong together and one is missing: start the ranks with torchrun or "
@@ -102,9 +103,10 @@ def own_address() -> str:
 
 def answers(host: str, port: int, seconds: float = 1.0) -> bool:
     """Whether somebody listens there."""
-    try: socket.create_connection((host, port), seconds).close()
+    try:
+        with socket.create_connection((host, port), seconds) as s:
+            return s.getsockname() != s.getpeername()  # a free port of this machine may be met by the caller itself
     except OSError: return False
-    return True
 
 
 def read_address(path: Path, rank: int, world: int) -> Meeting | None:
@@ -162,7 +164,8 @@ def meeting(rendezvous: str, environ: Mapping[str, str]) -> Meeting | None:
     if way == "mpi":
         met, _, world = meet_mpi()
         return met if world > 1 else None
-    known = rank_and_world(environ)
+    # a batch job has a number and a count in its environment also where it is one process, so env asks torchrun's alone
+    known = rank_and_world(environ, RANK_NAMES[:1] if way == "env" else RANK_NAMES)
     if known is None and way != "env":
         raise ValueError(f"rendezvous={rendezvous!r} needs RANK and WORLD_SIZE in the environment of each rank")
     if known is None or known[1] == 1: return None

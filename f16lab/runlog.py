@@ -160,9 +160,7 @@ class RunLog:
 
     def sync(self) -> None:
         "As `flush`, and forced to disk: it is there after a power cut too."
-        self.flush()
-        with self._polling:
-            if not self._closed: self._poll.execute('PRAGMA wal_checkpoint(PASSIVE)')
+        _sync_log(self)
 
     def close(self) -> None:
         "Writes what is left and releases the file."
@@ -177,6 +175,12 @@ def _take_commands(log: RunLog) -> tuple[Command, ...]:
         log._seen = rows[-1][0]
     log(CommandsTaken(row[0] for row in rows))
     return tuple(Command(number, kind, from_json(value), 'taken') for number, kind, value in rows)
+
+# %% ../nbs/15_runlog.ipynb #7f95c291
+def _sync_log(log: RunLog) -> None:
+    log.flush()
+    with log._polling:
+        if not log._closed: log._poll.execute('PRAGMA wal_checkpoint(PASSIVE)')
 
 # %% ../nbs/15_runlog.ipynb #670f6d86
 def _close_log(log: RunLog) -> None:

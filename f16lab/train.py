@@ -7,7 +7,7 @@ __all__ = ['STATE_VERSION', 'Accumulated', 'accumulate', 'products', 'free_table
            'clock', 'extra', 'planned', 'built', 'checked_weights', 'shares', 'weights_digest', 'reducing',
            'TrainerParts', 'Trainer', 'run_state', 'check_values', 'check_tensors', 'described', 'load_run_state',
            'load_tensors', 'start_from', 'evaluate', 'accuracy', 'sample', 'due', 'reports', 'scale_events', 'obey',
-           'answer', 'set_value', 'kept', 'kept_at_end', 'save_now', 'steps', 'replay']
+           'answer', 'set_value', 'steps', 'replay']
 
 # %% ../nbs/14_train.ipynb #23c7ea4b
 import math
@@ -28,10 +28,11 @@ from .compiling import compiled
 from .config import TrainConfig
 from .data import IGNORE_INDEX, Batch
 from .device import DispatchTable, exact_products, open_device, table_for, using_table
-from .events import Bus, EvalRecord, EventRecord, RunEnded, SampleRecord, StepRecord
+from .events import Bus, EvalRecord, EventRecord, RunEnded, SampleRecord, StepProbe, StepRecord
 from .grads import (Decision, GradStats, LossScale, OutlierDetector, StepGate, TooManySkips, gate_state)
 from .images import ImageData
 from .inputs import Inputs, Source, open_inputs
+from .mirror import Mirrors
 from .models import build, generate
 from .nn import Draw, named_parameters_once
 from .ops import transfer
@@ -40,7 +41,7 @@ from .parallel import Ranks, agree
 from .precision import F32, Precision
 from .reduction import Reducer, whole_optimizer_state
 from .rendezvous import local_device
-from .saving import Saver
+from .saving import Saver, kept, kept_at_end, save_now
 from .schedule import Schedule
 from .state import State, digest
 from .throughput import Average, device_peak, utilisation
@@ -61,6 +62,7 @@ def accumulate(trainer: "Trainer") -> Accumulated:
     share, recorded = loader.rank_batches(trainer.ranks.rank, trainer.ranks.world) if tokens else (), []
     for k in share:
         micro = k - loader.position
+        if trainer.probe: trainer.probe.micro(k == share[-1])
         draw = Draw(trainer.config.run.seed, trainer.step_number, micro, micro * loader.batch_size)
         loss = trainer.loss(*on_device(loader.batch(k), trainer.device), weight=1 / tokens,
                             scale=trainer.gate.loss_scale.scale, draw=draw)
@@ -109,9 +111,10 @@ def take_step(trainer: "Trainer") -> StepRecord:
     start, scale, step = time.perf_counter(), trainer.gate.loss_scale.scale, trainer.step_number
     lr, ledger = trainer.schedule.at(step), trainer.ledger or Ledger()
     trainer.together.begin(step)
+    if trainer.probe: trainer.probe.begin(step)
     with products(trainer), nullcontext() if trainer.ledger is None else ledger:
         ledger.phase = "train"
-        done = accumulate(trainer)
+        with trainer.mirrors: done = accumulate(trainer)
         ledger.phase = "optimizer"
         decision, stats = update(trainer, done, lr)
     trainer.inputs.train.advance()
@@ -123,7 +126,7 @@ def take_step(trainer: "Trainer") -> StepRecord:
                         tensors=trainer.optimizer.stats() if trainer.optimizer.measured == step else (),
                         extra=extra(trainer, done.tokens / seconds, decision))
     ledger.clear()
-    return record
+    return trainer.probe.finish(record) if trainer.probe else record
 
 # %% ../nbs/14_train.ipynb #78c5357a
 def clock(trainer: "Trainer", seconds: float) -> float:
@@ -210,9 +213,10 @@ class TrainerParts:
         self.gate = StepGate(LossScale.of(p.loss_scale, self.inputs.train.target_tokens(0)),
                              OutlierDetector(o.skip_loss_z), OutlierDetector(o.skip_norm_z), o.clip)
         self.loss = compiled(self.model, run.compile)
-        self.ledger = Ledger() if run.ledger else None
+        self.ledger, self.mirrors = Ledger() if run.ledger else None, Mirrors() if run.mirrors else nullcontext()
         self.step_number, self.average, self.warm, self.stopping = 0, Average(), False, ""
         self.saver: Saver | None = None  # set by who has a folder for checkpoints
+        self.probe: StepProbe | None = None  # set by who looks into steps
         self.peak = device_peak(self.device, F32.dtype) if run.mfu else None
 
 # %% ../nbs/14_train.ipynb #6e2e28c5
@@ -414,29 +418,6 @@ def set_value(trainer: Trainer, argument: str) -> str:
         trainer.schedule = replace(trainer.schedule, lr=float(value))
     except ValueError as e: return f"set {argument!r} refused: {e}"
     return f"lr set to {value} from step {trainer.step_number} on"
-
-# %% ../nbs/14_train.ipynb #2e66400e
-def kept(trainer: Trainer, last: int) -> Iterator[EventRecord]:
-    """Tell of checkpoints that were written since, and begin the one that is due; SaveFailed if one failed."""
-    saver, step = trainer.saver, trainer.step_number
-    if saver is None: return
-    yield from saver.news()
-    why = "end" if step == last else f"every {saver.settings.save_every}"
-    if saver.due(step, last): saver.save(trainer.state(), why)
-
-def kept_at_end(trainer: Trainer) -> Iterator[EventRecord]:
-    """Save a run that was stopped, where there are checkpoints, and wait for the last file."""
-    saver = trainer.saver
-    if saver is None: return
-    yield from saver.wait()
-    if trainer.stopping and saver.due_on_stop(): saver.save(trainer.state(), trainer.stopping)
-    yield from saver.wait()
-
-def save_now(trainer: Trainer) -> str:
-    """Begin a checkpoint between two steps; returns what was done, or why not."""
-    if trainer.saver is None: return "no checkpoint: this run has no folder to keep it in"
-    step, begun = trainer.step_number, trainer.saver.save(trainer.state(), "command")
-    return f"checkpoint {step} is being written" if begun else f"checkpoint {step} is there already"
 
 # %% ../nbs/14_train.ipynb #cee765b3
 def steps(trainer: TrainConfig | Trainer, commands: Commands | None = None

@@ -27,7 +27,6 @@ struct Tally {
     u32 warp;            // 256 · number of the warp
     float top;           // largest finite magnitude so far
     u32 subnormal, inf;
-    u32 tops, lows;      // bf16 in pairs: largest magnitudes so far, smallest ones of the last few
     __device__ __forceinline__ void note(u32 exponent) { atomicAdd(bins + (warp | exponent), 1u); }
     __device__ __forceinline__ void add(float y) {
         const u32 a = float_bits(y) & 0x7FFFFFFFu;
@@ -38,46 +37,26 @@ struct Tally {
     }
 };
 
-// The exponents of two finite results, and the largest of them. low: whether one of those just noted may be an f32 subnormal.
+// The exponents of two finite results, and the largest of them.
 template <class D> struct Exponents {
+    enum { SUBNORMAL = 0 };  // whether a result can be subnormal as an f32 number
     static __device__ __forceinline__ void note(Tally& t, const u32* w, int i) {
         const float lo = Lane<D>::get(w, i), hi = Lane<D>::get(w, i + 1);
         t.note(float_bits(lo) >> 23 & 255u);
         t.note(float_bits(hi) >> 23 & 255u);
         t.top = fmaxf(fmaxf(t.top, fabsf(lo)), fabsf(hi));
     }
-    static __device__ __forceinline__ bool low(const Tally&, float) { return false; }
 };
 template <> struct Exponents<F32> {
+    enum { SUBNORMAL = 1 };
     static __device__ __forceinline__ void note(Tally& t, const u32* w, int i) {
         for (int j = i; j < i + 2; ++j) { t.note(w[j] >> 23 & 255u); t.top = fmaxf(t.top, fabsf(bits_float(w[j]))); }
     }
-    static __device__ __forceinline__ bool low(const Tally&, float small) { return small < 1.1754943508e-38f; }
 };
-// of a and the magnitudes in b, half by half
-F16LAB_FN u32 larger_halves(u32 a, u32 b) {
-#ifdef __CUDA_ARCH__
-    u32 r;
-    asm("{ .reg .b32 m; abs.bf16x2 m, %1; max.bf16x2 %0, m, %2; }" : "=r"(r) : "r"(b), "r"(a));
-    return r;
-#else
-    const u32 lo = b & 0x7FFFu, hi = b & 0x7FFF0000u;
-    return ((a & 0xFFFFu) > lo ? a & 0xFFFFu : lo) | ((a & 0xFFFF0000u) > hi ? a & 0xFFFF0000u : hi);
-#endif
-}
-F16LAB_FN u32 smaller_halves(u32 a, u32 b) {
-#ifdef __CUDA_ARCH__
-    u32 r;
-    asm("{ .reg .b32 m; abs.bf16x2 m, %1; min.bf16x2 %0, m, %2; }" : "=r"(r) : "r"(b), "r"(a));
-    return r;
-#else
-    const u32 lo = b & 0x7FFFu, hi = b & 0x7FFF0000u;
-    return ((a & 0xFFFFu) < lo ? a & 0xFFFFu : lo) | ((a & 0xFFFF0000u) < hi ? a & 0xFFFF0000u : hi);
-#endif
-}
 template <> struct Exponents<BF16> {
+    enum { SUBNORMAL = 1 };
     static __device__ __forceinline__ void note(Tally& t, const u32* w, int i) {
-        const u32 two = w[i / 2], up = two * 2;  // the exponents fill bytes 1 and 3 of `up`
+        const u32 up = w[i / 2] * 2;  // the exponents fill bytes 1 and 3
 #ifdef __CUDA_ARCH__
         atomicAdd(t.bins + __byte_perm(up, t.warp, 0x7651), 1u);
         atomicAdd(t.bins + __byte_perm(up, t.warp, 0x7653), 1u);
@@ -85,11 +64,13 @@ template <> struct Exponents<BF16> {
         t.note(up >> 8 & 255u);
         t.note(up >> 24);
 #endif
-        t.tops = larger_halves(t.tops, two);
-        t.lows = i ? smaller_halves(t.lows, two) : two & 0x7FFF7FFFu;
+        // the other number's bits below do not matter: they are cut off in the end
+        t.top = fmaxf(fmaxf(t.top, fabsf(bits_float(w[i / 2]))), fabsf(bits_float(w[i / 2] << 16)));
     }
-    static __device__ __forceinline__ bool low(const Tally& t, float) { return (t.lows & 0xFFFFu) < 0x80u || t.lows < 0x00800000u; }
 };
+
+template <class D> F16LAB_FN float cut(float top) { return top; }
+template <> F16LAB_FN float cut<BF16>(float top) { return bits_float(float_bits(top) & 0xFFFF0000u); }
 
 // ---------------------------------------------------------------- N elements of a thread
 template <class S, class D, bool DRAW> struct Hand {
@@ -114,13 +95,13 @@ __device__ __forceinline__ bool quick(const Lanes<S, N>& in, Lanes<D, N>& out, u
             const u32 b = noise_mix(noise_fold(noise_mix(m + (i + 1) * POSITION, one)) * POSITION + kb, one);
             Lane<D>::draw(out.w, i, lo, hi, a, b, saturate);
         } else Lane<D>::write(out.w, i, lo, hi, saturate);
-        if (STATS && Is<D, F32>::YES) small = fminf(small, fminf(fabsf(lo), fabsf(hi)));
+        if (STATS && Exponents<D>::SUBNORMAL) small = fminf(small, fminf(fabsf(lo), fabsf(hi)));
     }
     if (!finite(fine) || (D::BITS == 8 && !saturate && most > largest<D>())) return false;
     if (STATS) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) Exponents<D>::note(tally, out.w, i);
-        if (Exponents<D>::low(tally, small))
+        if (Exponents<D>::SUBNORMAL && small < 1.1754943508e-38f)
             for (int i = 0; i < N; ++i) tally.subnormal += (float_bits(Lane<D>::get(out.w, i)) & 0x7FFFFFFFu) - 1 < 0x007FFFFFu;
     }
     return true;
@@ -133,7 +114,7 @@ __global__ void __launch_bounds__(256, 5) cast(const typename S::code* __restric
     const i64 TILE = Hand<S, D, DRAW>::TILE;
     __shared__ u32 bins[STATS ? WARPS * 256 : 1];
     __shared__ u32 rare[3];  // f32 subnormals, infinities; bits of the largest magnitude
-    Tally tally = {bins, threadIdx.x / 32 * 256, 0, 0, 0, 0, 0};
+    Tally tally = {bins, threadIdx.x / 32 * 256, 0, 0, 0};
     if (STATS) {
         for (int i = threadIdx.x; i < WARPS * 256; i += blockDim.x) bins[i] = 0;
         if (threadIdx.x < 3) rare[threadIdx.x] = 0;
@@ -175,7 +156,7 @@ __global__ void __launch_bounds__(256, 5) cast(const typename S::code* __restric
     if (!STATS) return;
     atomicAdd(rare, tally.subnormal);
     atomicAdd(rare + 1, tally.inf);
-    atomicMax(rare + 2, max(float_bits(tally.top), max(tally.tops << 16, tally.tops & 0xFFFF0000u)));
+    atomicMax(rare + 2, float_bits(cut<D>(tally.top)));
     __syncthreads();
     u64 sum = 0;
     for (int w = 0; w < WARPS; ++w) sum += bins[w * 256 + threadIdx.x];
