@@ -194,7 +194,8 @@ def meter_update(meters: Tensor, intended: Tensor, realised: Tensor, moved: Tens
 
 def meter_moment(meters: Tensor, target: Tensor, old: Tensor, stored: Tensor, name: str) -> None:
     """Fills the stalled and asked columns of moment `name`, which should have moved from `old` towards `target`."""
-    meter_change(meters, nonzero(target - old), nonzero(stored - old), METERS.index(f"stalled_{name}"))
+    moved = torch.empty_like(old).copy_(stored).sub_(old)
+    meter_change(meters, nonzero(target - old), nonzero(moved), METERS.index(f"stalled_{name}"))
 
 # %% ../nbs/10a_adamw.ipynb #88bd9281
 def tensor_stats(layout: BlockTables, meters: Tensor) -> tuple[TensorStat, ...]:

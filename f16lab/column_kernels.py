@@ -37,8 +37,8 @@ def column_sums_kernel(x: Tensor) -> Tensor:
     while True:
         chunks, tiles = -(-len(x) // CHUNK), -(-C // 256)
         out = torch.empty(chunks, C, dtype=torch.float32, device=x.device)
-        launch("columns.cu", f"column_sums<{CODES[Precision.of(x)]}>", device, min(chunks * tiles, blocks_of(device)), x, out,
-               np.int64(len(x)), np.int64(C), np.int64(CHUNK))
+        launch("columns.cu", f"column_sums<{CODES[Precision.of(x)]}>", device, min(chunks * tiles, blocks_of(device)),
+               x, out, np.int64(len(x)), np.int64(C), np.int64(CHUNK))
         if chunks == 1: return out[0]
         x = out
 
@@ -60,8 +60,8 @@ def side_by_side_kernel(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """[N, 3·C] from three [N, C] of one precision (CUDA, contiguous, rows of whole 16-byte words)."""
     device, words = check_tensors("side_by_side", {"a": a, "b": b, "c": c}), a.shape[1] * a.element_size() // 16
     out = a.new_empty(len(a), 3 * a.shape[1])
-    launch("columns.cu", "side_by_side", device, min(-(-len(a) // 8), blocks_of(device)), a, b, c, out, np.int64(len(a)),
-           np.int32(words))
+    blocks = min(-(-len(a) // 8), blocks_of(device))
+    launch("columns.cu", "side_by_side", device, blocks, a, b, c, out, np.int64(len(a)), np.int32(words))
     return out
 
 @side_by_side_kernel.register_fake

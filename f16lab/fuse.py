@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cast import convert_recorded, grad_dtype_of, only_once
+from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .codegen import NATIVE, STORAGE, VARIANTS, constants_of, named, no_native_structure, source
 from .device import table_for
 from .expression import (Backward, Draw, Program, backward, capture, evaluate, exp, kept, parse, saving, sigmoid,
                                sqrt, tanh)
 from .launch import blocks_of, check_tensors, grid_for, launch
-from .precision import BF16, F16, F32, F64, Precision, convert
+from .precision import BF16, F16, F32, F64, Precision
 from .profile import resolve
 from .rounding import convert_stochastic
 
@@ -402,8 +402,8 @@ def bench_chain(
 
     Contenders take turns. `plain` computes in f32 between casts, as a chain that is rounded once must in torch."""
     where = torch.device(device)
-    xs = [convert(torch.randn(s), p).to(where).requires_grad_() for s in shapes]
-    g = convert(torch.randn(shapes[0]), p).to(where)
+    xs = [cast(torch.randn(s), p).to(where).requires_grad_() for s in shapes]
+    g = cast(torch.randn(shapes[0]), p).to(where)
     eager = lambda *ts: plain(*(t.to(F32.dtype) for t in ts)).to(p.dtype)
     contenders = {"f16lab": lambda *ts: fused(expression, *ts, p=p), "eager torch": eager}
     if compiled: contenders["torch.compile"] = torch.compile(eager)

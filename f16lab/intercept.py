@@ -91,7 +91,8 @@ class Trail:
         else:
             self.starts.append(nr)
             self.paths.append(self.now())
-        if len(self.starts) > 2 * self.LIMIT: self.starts, self.paths = self.starts[self.LIMIT:], self.paths[self.LIMIT:]
+        if len(self.starts) > 2 * self.LIMIT:
+            self.starts, self.paths = self.starts[self.LIMIT:], self.paths[self.LIMIT:]
 
     def enter(self, path: str) -> None:
         """The module at `path` begins."""

@@ -248,7 +248,8 @@ class RunProbe(StepProbe):
                           "weights, gradients, updates and moments are seen", stacklevel=3)
         outputs, gradients = ("output" in kinds and inside), ("output_grad" in kinds and inside)
         self.hooks = ModuleHooks(trainer.model, self.see, outputs, gradients, *([self.turn] if look.share > 1 else []))
-        self.due, self.key, self.step = False, 0, 0
+        self.due, self.key, self.step, self.labels = False, 0, 0, {}
+        self.direct = isinstance(self.tally, Tally) and self.tally.counter is None
 
     def __enter__(self) -> "RunProbe":
         if self.trainer.probe is not None: raise ValueError("this trainer has a probe already: close that one first")
@@ -267,9 +268,12 @@ class RunProbe(StepProbe):
 
     def see(self, phase: str, path: str, name: str, x: Tensor) -> None:
         """Count a tensor of a module."""
-        x, share = x.detach(), self.look.share
-        part = sampled(x, share, self.key + len(path))
-        self.tally.add((phase, path, name, Precision.of(x).tag, 0 if part is x else x.numel()), part)
+        x, key = x.detach(), (path, name, x.dtype, x.shape)
+        part = sampled(x, self.look.share, self.key + len(path))
+        if (label := self.labels.get(key)) is None:
+            self.labels[key] = label = phase, path, name, Precision.of(x).tag, 0 if part is x else x.numel()
+        if self.direct and x.dtype is not torch.float64: self.tally.copy(self.tally.site(label), part)
+        else: self.tally.add(label, part)
 
     def begin(self, step: int) -> None:
         """A step begins: look at the weights."""

@@ -187,7 +187,7 @@ class HeadOptions(NamedTuple):
 
 def _through(x: Tensor, p: Precision, h: HeadOptions, operand: str, direction: str, reason: str) -> Tensor:
     """`x` through the door to `p`, then to the work precision."""
-    x = convert_recorded(x, p, h.layer, "head_cross_entropy", operand, direction, reason)
+    x = as_operand(x, p, h.layer, "head_cross_entropy", operand, direction, reason)
     return convert_recorded(x, work_of(h.p), h.layer, "head_cross_entropy", operand, direction, "boundary")
 
 # %% ../nbs/06e_losses.ipynb #88a0ec08

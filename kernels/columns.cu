@@ -5,23 +5,12 @@
 // Launch     blocks of 256 threads. column_sums: 256 columns and `chunk` rows at a time; a second launch adds the chunks.
 // Numerics   f32. Of a chunk warp w adds rows w, w + 8, w + 16 … in order, then the eight warps are added in order, then the chunks:
 //            one order for any number of blocks, that of the reference, with its bits. side_by_side moves bytes.
+#include "eight.cuh"
 #include "ports.cuh"
 
 using namespace f16lab;
 
 #define WARPS 8
-
-template <class P> __device__ __forceinline__ void fetch_eight(const typename P::code* x, float (&v)[8]) {
-    const Pack<typename P::code, 8> pack = *(const Pack<typename P::code, 8>*)x;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = Port<P>::read(pack.v[i]);
-}
-
-template <> __device__ __forceinline__ void fetch_eight<F32>(const float* x, float (&v)[8]) {
-    const Pack<float, 4> a = *(const Pack<float, 4>*)x, b = *(const Pack<float, 4>*)(x + 4);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) { v[i] = a.v[i]; v[i + 4] = b.v[i]; }
-}
 
 template <class P>
 __global__ void __launch_bounds__(256) column_sums(const typename P::code* x, float* out, i64 rows, i64 columns, i64 chunk) {
@@ -36,10 +25,9 @@ __global__ void __launch_bounds__(256) column_sums(const typename P::code* x, fl
             const typename P::code* p = x + (first + warp) * columns + mine;
 #pragma unroll 4
             for (i64 r = first + warp; r < end; r += WARPS, p += WARPS * columns) {
-                float v[8];
-                fetch_eight<P>(p, v);
+                const Eight<P> v = load8<P, true>(p, 8);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) sum[i] += v[i];
+                for (int i = 0; i < 8; ++i) sum[i] += number<P>(v, i);
             }
         }
 #pragma unroll

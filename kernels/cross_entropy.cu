@@ -13,10 +13,11 @@
 using namespace f16lab;
 
 enum { LOSSES = 1, GRADIENTS = 2 };
-#define LOWEST -3.402823466e38f
+#define LOWEST -2e38f  // below any logit that matters; LOWEST · log2(e) is still finite
 #define INFINITE bits_float(0x7F800000u)
+#define LOG2E 1.44269502f
 
-struct Sum { float top, sum; };  // sum · e^top
+struct Sum { float top, sum; };  // sum · 2^(top · log2 e), the product rounded to f32
 
 // 2^x by the special function unit: relative error 2^-22, results below 2^-126 are 0
 F16LAB_FN float exp2_unit(float x) {
@@ -29,17 +30,13 @@ F16LAB_FN float exp2_unit(float x) {
 #endif
 }
 
-// e^x for a term of a sum: its error grows with |x|, where the term is small.
-F16LAB_FN float exp_term(float x) { return exp2_unit(x * 1.44269502f); }
-
-F16LAB_FN Sum joined(Sum a, Sum b) {
-    const float top = a.top > b.top ? a.top : b.top;
-    return {top, a.sum * expf(a.top - top) + b.sum * expf(b.top - top)};
-}
-
+// Sums of the lanes of a warp as one, the same value in each.
 __device__ __forceinline__ Sum warp_sum(Sum x) {
-    for (int s = 16; s; s /= 2) x = joined(x, {__shfl_xor_sync(0xFFFFFFFFu, x.top, s), __shfl_xor_sync(0xFFFFFFFFu, x.sum, s)});
-    return x;
+    float top = x.top;
+    for (int s = 16; s; s /= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, s));
+    float sum = x.sum * exp2_unit(x.top * LOG2E - top * LOG2E);
+    for (int s = 16; s; s /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, s);
+    return {top, sum};
 }
 
 // Σ e^z of a row over all threads of the block, the same value in each.
@@ -62,9 +59,10 @@ template <int LANES> __device__ __forceinline__ void add_terms(Sum& mine, const 
     float top = x[0];
 #pragma unroll
     for (int i = 1; i < LANES; ++i) top = fmaxf(top, x[i]);
-    if (top > mine.top) { mine.sum *= expf(mine.top - top); mine.top = top; }
+    if (top > mine.top) { mine.sum *= exp2_unit(mine.top * LOG2E - top * LOG2E); mine.top = top; }
+    const float scaled = mine.top * LOG2E;
 #pragma unroll
-    for (int i = 0; i < LANES; ++i) mine.sum += exp_term(x[i] - mine.top);
+    for (int i = 0; i < LANES; ++i) mine.sum += exp2_unit(fmaf(x[i], LOG2E, -scaled));
 }
 
 // LANES numbers at once. 16-bit ones travel in pairs of a 32-bit word, the first in the low half.
@@ -93,11 +91,19 @@ template <class Z, int LANES> __device__ __forceinline__ Sum row_sum(const typen
     return mine;
 }
 
-// log Σ e^z; an infinite logit makes it infinite, unless a NaN makes it NaN.
+// log Σ e^z. Where the sum says nothing (an infinite logit, or all of them out of reach) the row is read again.
 template <class Z> __device__ __forceinline__ float log_sum(Sum s, const typename Z::code* z, int classes) {
-    if (s.top < INFINITE) return s.top + logf(s.sum);
-    for (int i = 0; i < classes; ++i) { const float x = Port<Z>::read(z[i]); if (x != x) return x; }
-    return INFINITE;
+    const float scaled = s.top * LOG2E;
+    if (s.top < INFINITE && s.sum != 0) return fmaf(scaled, 0.693147182f, fmaf(scaled, -1.90465421e-9f, logf(s.sum)));
+    float top = -INFINITE, sum = 0;
+    for (int i = 0; i < classes; ++i) {
+        const float x = Port<Z>::read(z[i]);
+        if (x != x) return x;
+        top = fmaxf(top, x);
+    }
+    if (fabsf(top) == INFINITE) return top;
+    for (int i = 0; i < classes; ++i) sum += expf(Port<Z>::read(z[i]) - top);
+    return top + logf(sum);
 }
 
 // Two f32 numbers, neither NaN, as neighbours in D.
@@ -117,14 +123,32 @@ template <> F16LAB_FN u32 pair<F16>(float a, float b) {
 }
 #endif
 
+// Whole words in one store; left to itself the compiler may cut it into four, each of which touches every sector.
+__device__ __forceinline__ void put(void* at, const Pack<u32, 4>& w) {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(w.v[0]), "r"(w.v[1]), "r"(w.v[2]), "r"(w.v[3]) : "memory");
+#else
+    *(Pack<u32, 4>*)at = w;
+#endif
+}
+__device__ __forceinline__ void put(void* at, const Pack<u32, 2>& w) {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(w.v[0]), "r"(w.v[1]) : "memory");
+#else
+    *(Pack<u32, 2>*)at = w;
+#endif
+}
+
 // LANES f32 numbers, none NaN, rounded to D and written.
 template <class D, int LANES> __device__ __forceinline__ void store(typename D::code* d, const float (&x)[LANES]) {
     Pack<u32, LANES / 2> words;
 #pragma unroll
     for (int i = 0; i < LANES; i += 2) words.v[i / 2] = pair<D>(x[i], x[i + 1]);
-    *(Pack<u32, LANES / 2>*)d = words;
+    put(d, words);
 }
-template <> __device__ __forceinline__ void store<F32, 4>(float* d, const float (&x)[4]) { *(Pack<float, 4>*)d = {x[0], x[1], x[2], x[3]}; }
+template <> __device__ __forceinline__ void store<F32, 4>(float* d, const float (&x)[4]) {
+    put(d, Pack<u32, 4>{{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])}});
+}
 template <> __device__ __forceinline__ void store<F32, 1>(float* d, const float (&x)[1]) { *d = x[0]; }
 template <> __device__ __forceinline__ void store<F16, 1>(u16* d, const float (&x)[1]) { *d = Port<F16>::write(x[0], false); }
 template <> __device__ __forceinline__ void store<BF16, 1>(u16* d, const float (&x)[1]) { *d = Port<BF16>::write(x[0], false); }

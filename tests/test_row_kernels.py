@@ -129,7 +129,9 @@ def check_special(device: str) -> None:
         one = torch.ones_like(a).to(device)
         y, d = gelu_forward(a.to(device), p.dtype).cpu(), gelu_backward(one, a.to(device), p.dtype).cpu()
         right = convert(F.gelu(a.float(), approximate="tanh"), p)
-        assert torch.equal(y.isnan(), right.isnan()) and torch.equal(y.signbit()[3:], right.signbit()[3:])
+        known = ~right.isnan()  # the sign of a NaN is the processor's affair
+        known[:3] = False
+        assert torch.equal(y.isnan(), right.isnan()) and torch.equal(y.signbit()[known], right.signbit()[known])
         assert torch.allclose(y.nan_to_num(7), right.nan_to_num(7), rtol=0, atol=1e-36)  # 1e-37 at −10, there 0
         slope = convert(torch.ops.aten.gelu_backward(one.cpu().float(), a.float(), approximate="tanh"), p)
         assert torch.equal(d.isnan(), slope.isnan())
