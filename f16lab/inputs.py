@@ -13,7 +13,7 @@ from .config import DataSettings, ModelSettings, TrainConfig, warn_idle
 from .corpus import META, choose_corpus, choose_tokenizer, encode_corpus, open_prepared
 from .data import Loader, TokenData, TokenLoader, markov_chain
 from .images import ImageData, ImageLoader, digits
-from .models import CNNConfig, EncoderConfig, MLPConfig, ModelConfig, model_config
+from .models import EncoderConfig, ModelConfig, ModelRecipe, model_config
 from .tokenizer import Tokenizer
 
 # %% ../nbs/13b_inputs.ipynb #4600c660
@@ -25,6 +25,7 @@ class Source:
     val: TokenData | ImageData
     size: int                           # vocabulary, or number of classes
     tokenizer: Tokenizer | None = None
+    model: ModelRecipe | None = None    # a model of the user's own that is trained on these data: model='own'
 
 # %% ../nbs/13b_inputs.ipynb #bbd54945
 MARKOV_TOKENS = 400_000  # training side of the built-in chain; a tenth of it is held out behind it
@@ -59,8 +60,15 @@ def open_source(settings: DataSettings) -> Source:
     return _prepared(settings) if (Path(settings.source) / META).is_file() else _text(settings)
 
 # %% ../nbs/13b_inputs.ipynb #1050bf7e
-def fit_model(settings: ModelSettings, source: Source) -> ModelConfig:
+def fit_model(settings: ModelSettings, source: Source) -> ModelConfig | ModelRecipe:
     """The model a recipe names, with its vocabulary or image size taken from the data."""
+    if (settings.name == "own") is not (source.model is not None):
+        raise ValueError("model 'own' is a module that comes with the data: " + (
+            f"these data bring one, so write model='own' instead of {settings.name!r}" if source.model else
+            "hand it over in Python, as in Trainer(config, OwnModel.of(module, …).source(data))"))
+    if source.model is not None:
+        if extra := settings.changes(): raise ValueError(f"{', '.join(extra)}: settings of our models, not of 'own'")
+        return source.model
     images, wants_images = isinstance(source.train, ImageData), settings.name in ("mlp", "cnn")
     if images is not wants_images:
         raise ValueError(f"model {settings.name!r} does not fit data {source.train.name!r}: "
@@ -77,7 +85,7 @@ class Inputs:
 
     train: Loader
     val: Loader
-    model: ModelConfig
+    model: ModelConfig | ModelRecipe
     tokenizer: Tokenizer | None
 
 # %% ../nbs/13b_inputs.ipynb #5f5463e8
@@ -95,7 +103,7 @@ def open_inputs(config: TrainConfig, source: Source | None = None) -> Inputs:
     model = fit_model(config.model, source)
     if isinstance(model, EncoderConfig):
         raise ValueError("model 'encoder' is built by hand, since its targets are not the next token: use a GPT")
-    images = isinstance(model, (MLPConfig, CNNConfig))
+    images = isinstance(source.train, ImageData)
     if images: warn_idle(config.run, ("sample_every",), f"{config.model.name} writes no text")
     context = 1 if images else model.context
     sides = (open_loader(data, config, context, train) for data, train in ((source.train, True), (source.val, False)))

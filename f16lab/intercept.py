@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TORCH', 'OURS', 'KNOWN', 'SeenCast', 'foreign_frame', 'line_of', 'call_text', 'is_written', 'Trail', 'differ',
            'widened', 'operator_name', 'operand_name', 'promotion_text', 'Asked', 'autocast_depth', 'asking_frame',
-           'why', 'asked_by', 'CastCounts', 'CastWatch', 'seen_row']
+           'why', 'asked_by', 'CastCounts', 'seen_row', 'CastNotes', 'CastWatch']
 
 # %% ../nbs/19a_intercept.ipynb #8884e049
 import ast
@@ -234,29 +234,22 @@ class CastCounts:
         key = phase, asked, *source, to, True
         self.counts[key] = self.counts.get(key, 0) + 1
 
-# %% ../nbs/19a_intercept.ipynb #5bf95393
-class CastWatch(TorchDispatchMode):
-    """While open, counts the casts of any torch code. `strict`: an implicit promotion is a TypeError with its line."""
+# %% ../nbs/19a_intercept.ipynb #859feb33
+def seen_row(key: tuple, count: int) -> SeenCast:
+    """One line of the ledger; bytes read and written, as in the ledgers of our own layers."""
+    phase, asked, shape, src, dst, moves = key
+    size = torch.Size(shape).numel() * (src.itemsize + dst.itemsize) if moves else 0
+    return SeenCast(phase=phase, layer=asked.layer, op=asked.op, operand=asked.operand, shape=shape,
+                    src=Precision.of(src).tag, dst=Precision.of(dst).tag, direction=asked.direction,
+                    reason=asked.reason, count=count, bytes=count * size, line=asked.line)
+
+# %% ../nbs/19a_intercept.ipynb #35d7a914
+class CastNotes:
+    """Turns what an operator has converted into rows of a ledger."""
 
     def __init__(self, trail: Trail | None = None, strict: bool = False):
-        super().__init__()
         self.trail, self.strict, self.phase, self.on = trail or Trail(), strict, "train", True
         self.seen = CastCounts()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run the operator, look at it."""
-        out = func(*args, **(kwargs or {}))
-        if self.on and isinstance(func, torch._ops.OpOverload): self.look(func, args, out, sys._getframe(1))
-        return out
-
-    def look(self, func: Any, args: tuple, out: Any, frame: FrameType) -> None:
-        """Note what an operator, called by this frame, has converted."""
-        if func is _aten._to_copy.default:
-            if differ(args[0], out): self.converted(args[0], out, frame)
-        elif func is _aten.copy_.default:
-            if differ(*args[:2]): self.copied(*args[:2], frame)
-        elif self.seen.waiting and not func.is_view: self.seen.named(func, args)
-        for i, t in widened(func, args, out): self.promoted(func, i, t, out, frame)
 
     def converted(self, x: Tensor, out: Tensor, frame: FrameType) -> None:
         """An operator of its own has cast x to `out`."""
@@ -289,11 +282,25 @@ class CastWatch(TorchDispatchMode):
         """Forget what was counted, keep listening."""
         self.seen.waiting, self.seen.counts = {}, {}
 
-# %% ../nbs/19a_intercept.ipynb #859feb33
-def seen_row(key: tuple, count: int) -> SeenCast:
-    """One line of the ledger; bytes read and written, as in the ledgers of our own layers."""
-    phase, asked, shape, src, dst, moves = key
-    size = torch.Size(shape).numel() * (src.itemsize + dst.itemsize) if moves else 0
-    return SeenCast(phase=phase, layer=asked.layer, op=asked.op, operand=asked.operand, shape=shape,
-                    src=Precision.of(src).tag, dst=Precision.of(dst).tag, direction=asked.direction,
-                    reason=asked.reason, count=count, bytes=count * size, line=asked.line)
+# %% ../nbs/19a_intercept.ipynb #93571a36
+class CastWatch(TorchDispatchMode, CastNotes):
+    """While open, counts the casts of any torch code. `strict`: an implicit promotion is a TypeError with its line."""
+
+    def __init__(self, trail: Trail | None = None, strict: bool = False):
+        TorchDispatchMode.__init__(self)
+        CastNotes.__init__(self, trail, strict)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run the operator, look at it."""
+        out = func(*args, **(kwargs or {}))
+        if self.on and isinstance(func, torch._ops.OpOverload): self.look(func, args, out, sys._getframe(1))
+        return out
+
+    def look(self, func: Any, args: tuple, out: Any, frame: FrameType) -> None:
+        """Note what an operator, called by this frame, has converted."""
+        if func is _aten._to_copy.default:
+            if differ(args[0], out): self.converted(args[0], out, frame)
+        elif func is _aten.copy_.default:
+            if differ(*args[:2]): self.copied(*args[:2], frame)
+        elif self.seen.waiting and not func.is_view: self.seen.named(func, args)
+        for i, t in widened(func, args, out): self.promoted(func, i, t, out, frame)

@@ -34,7 +34,8 @@ class Line:
     def text(self) -> str:
         """The cast in words."""
         r = self.row
-        return f"{r.count}× {r.layer or '-'} {r.op}({r.operand}) {r.src}→{r.dst} {list(r.shape)} {r.direction}, {r.reason}"
+        return (f"{r.count}× {r.layer or '-'} {r.op}({r.operand}) {r.src}→{r.dst} {list(r.shape)} {r.direction}, "
+                f"{r.reason}")
 
 
 def bill(rows: Iterable[CastRow], seconds: Mapping[tuple, float] | None = None) -> list[Line]:
@@ -129,8 +130,9 @@ def repeated_weights(rows: Sequence[CastRow]) -> list[Hint]:
         weight = r.operand in ("weight", "w", "table") and r.reason == "operand" and r.direction == "forward"
         if not weight or r.count < 2 or bits(r.dst) >= bits(r.src): continue
         saves = r.bytes * (r.count - 1) // r.count
-        out.append(Hint("weight cast again", r.layer, f"{r.op}({r.operand}) {list(r.shape)} is cast {r.src}→{r.dst} {r.count}× "
-                        f"per step and does not change meanwhile: mirrors=true keeps the {r.dst} copy through the step, saves {megabytes(saves)}", saves))
+        words = (f"{r.op}({r.operand}) {list(r.shape)} is cast {r.src}→{r.dst} {r.count}× per step and does not change "
+                 f"meanwhile: mirrors=true keeps the {r.dst} copy through the step, saves {megabytes(saves)}")
+        out.append(Hint("weight cast again", r.layer, words, saves))
     return out
 
 # %% ../nbs/16f_ledgers.ipynb #23b657e5
@@ -148,12 +150,14 @@ def round_trips(rows: Sequence[CastRow]) -> list[Hint]:
         for there in group:
             back = next((r for r in group if (r.src, r.dst) == (there.dst, there.src)), None)
             if back is None or bits(there.dst) >= bits(there.src): continue
-            saves = there.bytes // there.count * min(there.count, back.count) + back.bytes // back.count * min(there.count, back.count)
-            out.append(Hint("round trip", layer, f"{op}({operand}) {list(shape)} goes {there.src}→{there.dst}→{there.src} "
-                            f"{min(there.count, back.count)}× in the {direction} pass: rounding in a register (a kernel) saves {megabytes(saves)}", saves))
+            times = min(there.count, back.count)
+            saves = times * (there.bytes // there.count + back.bytes // back.count)
+            words = (f"{op}({operand}) {list(shape)} goes {there.src}→{there.dst}→{there.src} {times}× in the {direction} "
+                     f"pass: rounding in a register (a kernel) saves {megabytes(saves)}")
+            out.append(Hint("round trip", layer, words, saves))
     return out
 
-
+# %% ../nbs/16f_ledgers.ipynb #171f95e4
 def widened_to_narrow(rows: Sequence[CastRow]) -> list[Hint]:
     """Operators that widen what they read and narrow what they write."""
     groups: dict[tuple, list[CastRow]] = {}
@@ -165,8 +169,10 @@ def widened_to_narrow(rows: Sequence[CastRow]) -> list[Hint]:
         narrowed = [r for r in group if bits(r.dst) < bits(r.src)]
         if not widened or not narrowed: continue
         saves = sum(r.bytes for r in (*widened, *narrowed))
-        out.append(Hint("widened to be narrowed", layer, f"{op} widens {', '.join(dict.fromkeys(r.operand for r in widened))} and narrows its "
-                        f"result in the {direction} pass: a native or kernel path saves {megabytes(saves)}", saves))
+        what = ", ".join(dict.fromkeys(r.operand for r in widened))
+        words = (f"{op} widens {what} and narrows its result in the {direction} pass: a native or kernel path saves "
+                 f"{megabytes(saves)}")
+        out.append(Hint("widened to be narrowed", layer, words, saves))
     return out
 
 
@@ -180,9 +186,9 @@ def logits_again(rows: Sequence[CastRow], limit: int = 2) -> list[Hint]:
         times = len(group)
         if times < limit: continue
         saves = sum(r.bytes for r in group) - max(r.bytes for r in group)
-        out.append(Hint("logits cast again", layer, f"logits {list(shape)} are cast {times} ways, "
-                        f"{sum(r.count for r in group)}× per step: one head operator that makes them in pieces (head_cross_entropy) on a "
-                        f"path with kernels saves {megabytes(saves)}", saves))
+        words = (f"logits {list(shape)} are cast {times} ways, {sum(r.count for r in group)}× per step: one head operator "
+                 f"that makes them in pieces (head_cross_entropy) on a path with kernels saves {megabytes(saves)}")
+        out.append(Hint("logits cast again", layer, words, saves))
     return out
 
 
@@ -211,8 +217,8 @@ def compared(before: Iterable[CastRow], after: Iterable[CastRow]) -> Mend:
     sides = list(before), list(after)
     weights = [sum(r.count for r in rows if r.operand in ("weight", "table") and r.reason == "operand"
                    and bits(r.dst) < bits(r.src)) for rows in sides]
-    return Mend(tuple(sum(r.count for r in rows) for rows in sides), tuple(sum(r.bytes for r in rows) for rows in sides),
-                tuple(weights))
+    casts, size = (tuple(sum(getattr(r, name) for r in rows) for rows in sides) for name in ("count", "bytes"))
+    return Mend(casts, size, tuple(weights))
 
 # %% ../nbs/16f_ledgers.ipynb #384d686a
 def check_budget(rows: Iterable[CastRow], casts: int | None = None, bytes: int | None = None) -> None:

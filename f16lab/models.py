@@ -5,22 +5,22 @@
 # %% auto #0
 __all__ = ['ModelConfig', 'TransformerConfig', 'GPTConfig', 'EncoderConfig', 'Head', 'check_ids', 'check_tokens', 'Model',
            'embedded', 'rope_buffer', 'check_targets', 'transformer_flops', 'Transformer', 'GPT', 'Encoder',
-           'MLPConfig', 'CNNConfig', 'as_images', 'MLP', 'CNN', 'Built', 'model_class', 'build', 'model_config',
-           'generate']
+           'MLPConfig', 'CNNConfig', 'as_images', 'MLP', 'CNN', 'Built', 'ModelRecipe', 'model_class', 'build',
+           'model_config', 'generate']
 
 # %% ../nbs/08a_models.ipynb #067b2991
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
 from f16lab.nn import (
-    Block, BlockSpec, Conv2d, Draw, Dropout, Embedding, InitialValues, Layer, Linear, Norm, block_linear,
+    Block, BlockSpec, Conv2d, Draw, Dropout, Embedding, Layer, Linear, Norm, block_linear,
     check_constant, check_sizes, initialise, named_parameters_once, sum_and_norm,
 )
 from .ops import Loss
@@ -345,7 +345,16 @@ class Built:
     """A model and the unrounded f32 values that its parameters started from (by canonical name, drawn on access)."""
 
     model: Transformer | MLP
-    initial: InitialValues
+    initial: Mapping[str, Tensor]
+
+
+class ModelRecipe(Protocol):
+    """A model that is no configuration of ours, but knows how it is built: a module of the user's own."""
+
+    context: int  # longest sequence; 1 for images
+
+    def build(self, profile: PrecisionProfile, seed: int, device: torch.device | str) -> Built:
+        """A new model in the precisions of `profile`, and the f32 values that its parameters started from."""
 
 
 def model_class(config: ModelConfig) -> type[Transformer] | type[MLP]:
@@ -357,12 +366,13 @@ def model_class(config: ModelConfig) -> type[Transformer] | type[MLP]:
 
 
 def build(
-    config: ModelConfig,
+    config: ModelConfig | ModelRecipe,
     profile: PrecisionProfile,
     seed: int = 0,                       # uint32, of the initial values
     device: torch.device | str = "cpu",
 ) -> Built:
     """A model in the precisions of `profile`. Any two profiles start from the same f32 values, each rounded once."""
+    if hasattr(config, "build"): return config.build(profile, seed, device)
     with torch.device(device): model = model_class(config)(config, profile)
     return Built(model, initialise(model, seed))
 
@@ -417,7 +427,7 @@ def generate(
     seed: int = 0                # uint32, of the choices
 ) -> Tensor:
     """Prompt and continuation [B, T + n] (or [T + n], for a prompt without batch), by the forward of training."""
-    device = model.wte.weight.device
+    device = next(p for _, p in named_parameters_once(model)).device
     ids = torch.as_tensor(prompt, dtype=torch.int64, device=device)
     if ids.dim() not in (1, 2) or ids.numel() == 0:
         raise ValueError(f"prompt of shape {list(ids.shape)}: give [T] or [B, T], not empty")

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ROW', 'Label', 'fields_of', 'Close', 'look_closer', 'stand_in', 'Room', 'Counts', 'count_room', 'has_numba',
-           'compiled_counter', 'field_table', 'count_compiled', 'Tally', 'as_table', 'DeviceTally', 'histogram_of',
-           'WhatIf', 'binades_of', 'first_overflow', 'overflows', 'what_if', 'Headroom', 'headroom', 'moved', 'merged',
-           'sampled']
+           'compiled_counter', 'field_table', 'count_compiled', 'Sites', 'Tally', 'as_table', 'DeviceTally',
+           'histogram_of', 'WhatIf', 'binades_of', 'first_overflow', 'overflows', 'what_if', 'Headroom', 'headroom',
+           'moved', 'merged', 'sampled']
 
 # %% ../nbs/16_probes.ipynb #4398429e
 import importlib.util
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .events import Histogram
 from .packing import HistogramTable
-from .precision import E4M3, F16, F64, Precision
+from .precision import E4M3, Precision
 from .sum_kernels import exponent_counts
 
 # %% ../nbs/16_probes.ipynb #40ca75dc
@@ -172,8 +172,8 @@ def count_compiled(x: Tensor, counter: Callable) -> Counts:
     return out
 
 # %% ../nbs/16_probes.ipynb #84ed960f
-class Tally:
-    """Counts the exponents of many CPU tensors; `table` gives them all and starts afresh."""
+class Sites:
+    """Labels of tensors, their numbers and counts, and a room where samples wait."""
 
     def __init__(self, rows: int = 4096, compiled: bool | None = None):
         self.room, self.index, self.counts = Room(rows), {}, Counts.none(64)
@@ -187,6 +187,15 @@ class Tally:
             more.add(self.counts)
             self.counts = more
         return i
+
+    def flush(self) -> None:
+        """Count what is in the room."""
+        self.counts.add(count_room(self.room, len(self.index)))
+        self.room.clear()
+
+# %% ../nbs/16_probes.ipynb #f168ac2a
+class Tally(Sites):
+    """Counts the exponents of many CPU tensors; `table` gives them all and starts afresh."""
 
     def add(self, label: Label, x: Tensor) -> None:
         """Count all of `x`: any shape, any precision."""
@@ -207,16 +216,11 @@ class Tally:
             for piece in x.reshape(-1).split(self.room.free()): self.copy(i, piece)
 
     def take_rows(self, labels: Sequence[Label], counts: Sequence[int], sizes: Sequence[int], rows: Tensor) -> None:
-        """Rows [n, 128] of several sites, one after the other, with so many numbers each; they must fit into the room."""
+        """Rows [n, 128] of several sites, one after the other, with so many numbers each; they must fit in."""
         room = self.room
         room.values[room.filled : room.filled + len(rows)].copy_(rows)
         room.filled += len(rows)
         room.runs += [(self.site(label), n, n * ROW - size) for label, n, size in zip(labels, counts, sizes)]
-
-    def flush(self) -> None:
-        """Count what is in the room."""
-        self.counts.add(count_room(self.room, len(self.index)))
-        self.room.clear()
 
     def table(self) -> HistogramTable:
         """All that was counted since the last call."""
@@ -320,7 +324,7 @@ class Headroom(NamedTuple):
 
 
 def headroom(h: Histogram, p: Precision, scale: float = 1.0) -> Headroom:
-    """Headroom of scale · x in `p`; infinite for a tensor of zeros. Of a sampled tensor `up` is at most what it says."""
+    """Headroom of scale · x in `p`; infinite for a tensor of zeros. Of a sample `up` is at most what it says."""
     lowest = next((h.first + i for i, count in enumerate(h.counts) if count), None)
     if lowest is None: return Headroom(-math.inf if h.infs else math.inf, math.inf, math.inf)
     k, (fraction, exponent) = binades_of(scale), math.frexp(h.amax)
@@ -353,7 +357,7 @@ def merged(hs: Iterable[Histogram]) -> Histogram:
 
 # %% ../nbs/16_probes.ipynb #6bb71afe
 def sampled(x: Tensor, share: int, offset: int) -> Tensor:
-    """Every `share`-th row (last axis) of `x` [..., C] from row `offset` mod `share` on; all of it if it has few rows."""
+    """Every `share`-th row (last axis) of `x` [..., C] from row `offset` mod `share` on; all if it has few rows."""
     if share == 1 or x.dim() < 2 or (n := x.numel()) < 2 * share * (width := x.shape[-1]): return x
     start = offset % share
     if not x.is_contiguous(): return x.reshape(-1, width)[start::share]

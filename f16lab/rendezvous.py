@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RANK_NAMES', 'LOCAL_NAMES', 'WAYS', 'RendezvousError', 'number', 'rank_and_world', 'Meeting', 'meet_env', 'meet_tcp',
-           'own_address', 'answers', 'read_address', 'meet_fs', 'meet_mpi', 'meeting', 'opened', 'connected',
+           'own_address', 'is_answered', 'read_address', 'meet_fs', 'meet_mpi', 'meeting', 'opened', 'connected',
            'roll_call', 'host_hash', 'place_of', 'local_device', 'started_group', 'joined', 'watching']
 
 # %% ../nbs/12b_rendezvous.ipynb #d10d9614
@@ -101,21 +101,21 @@ def own_address() -> str:
     except OSError: return "127.0.0.1"
 
 
-def answers(host: str, port: int, seconds: float = 1.0) -> bool:
-    """Whether somebody listens there."""
+def is_answered(place: "Meeting") -> bool:
+    """Whether anybody listens at the address of a meeting."""
     try:
-        with socket.create_connection((host, port), seconds) as s:
+        with socket.create_connection((place.host, place.port), 1.0) as s:
             return s.getsockname() != s.getpeername()  # a free port of this machine may be met by the caller itself
     except OSError: return False
 
 
 def read_address(path: Path, rank: int, world: int) -> Meeting | None:
-    """The meeting that a file names, if it is whole and somebody answers there; a leftover is no meeting."""
+    """The meeting that a file names, if it is whole; whether it is a leftover, the store behind it will show."""
     try: seen = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError): return None
     if not isinstance(seen, dict) or {"host", "port", "nonce", "machine"} - seen.keys(): return None
     host = "127.0.0.1" if seen["machine"] == socket.gethostname() else seen["host"]
-    return Meeting(rank, world, host, seen["port"], nonce=seen["nonce"]) if answers(host, seen["port"]) else None
+    return Meeting(rank, world, host, seen["port"], nonce=seen["nonce"])
 
 # %% ../nbs/12b_rendezvous.ipynb #e2e5d370
 def meet_fs(folder: str, rank: int, world: int, environ: Mapping[str, str]) -> Meeting:
@@ -125,7 +125,7 @@ def meet_fs(folder: str, rank: int, world: int, environ: Mapping[str, str]) -> M
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"rendezvous fs://{folder}: no folder that can be written: give one that all machines see")
     if rank: return Meeting(rank, world, found=lambda: read_address(path, rank, world))
-    if read_address(path, rank, world):
+    if (old := read_address(path, rank, world)) and is_answered(old):
         raise ValueError(f"{path}: a run is gathering there: take another folder, or set F16LAB_RUN_ID on all its "
                          "ranks")
     def write(port: int) -> None:
@@ -186,17 +186,18 @@ def opened(met: Meeting, until: float) -> tuple[dist.Store, Meeting]:
         return store, replace(met, host="127.0.0.1", port=store.port)
     while time.monotonic() < until:
         place = met.found() if met.found else met
-        if place and answers(place.host, place.port):
-            if store := connected(place): return store, place
+        if place and (not place.nonce or is_answered(place)):  # an address in a file may be that of a dead run
+            if store := connected(place, until): return store, place
         time.sleep(0.1)
     where = f"{met.host}:{met.port}" if met.port else "the shared folder"
     raise RendezvousError(f"rank {met.rank} found no rank 0 at {where} in time: is it running, and can it be reached?")
 
 
-def connected(place: Meeting) -> dist.Store | None:
-    """The store at an address, None if it is not the one that is meant."""
+def connected(place: Meeting, until: float) -> dist.Store | None:
+    """The store at an address, None if it is not the one that is meant. Tries again until it is there."""
+    patience = min(5.0, until - time.monotonic()) if place.nonce else until - time.monotonic()
     try:
-        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=5),
+        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=max(0.1, patience)),
                               wait_for_workers=False)
         return store if not place.nonce or store.get("nonce").decode() == place.nonce else None
     except RuntimeError: return None

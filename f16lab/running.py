@@ -10,6 +10,7 @@ __all__ = ['LOG', 'RECIPE', 'ELSEWHERE', 'HOLDS_A_RUN', 'runs_folder', 'new_fold
 
 # %% ../nbs/20c_running.ipynb #59cd4177
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from .events import Bus, EventRecord, RunEnded, RunResumed, RunStarted
 from .grads import TooManySkips
 from .launcher import launch_ranks
 from .nn import named_parameters_once
+from .origin import probed
 from .parallel import RankFailed, Ranks
 from .profile import PrecisionProfile, preset_name
 from .rendezvous import joined
@@ -123,9 +125,10 @@ def failure(error: Exception, config: TrainConfig) -> str:
     """One line on what ended a run, with a remedy for memory."""
     if isinstance(error, (TooManySkips, RunLogError, SaveFailed, RankFailed, OSError)): return sentence(error)
     if not out_of_memory(error): return f"{type(error).__name__}: {sentence(error)} (--debug shows where)"
-    d = config.data
-    if d.batch == 1: return "out of memory with one sequence: take a smaller --model or a shorter --context"
-    return (f"out of memory: --batch {d.batch // 2} --accumulate {d.accumulate * 2} trains on the same samples a step "
+    d, size = config.data, re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+    asked = f" (asked for {size[1]} more)" if size else ""
+    if d.batch == 1: return f"out of memory{asked} with one sequence: take a smaller --model or a shorter --context"
+    return (f"out of memory{asked}: --batch {d.batch // 2} --accumulate {d.accumulate * 2} trains on the same samples a step "
             f"with about half the activations (now --batch {d.batch} --accumulate {d.accumulate})")
 
 # %% ../nbs/20c_running.ipynb #46b4930e
@@ -231,7 +234,7 @@ def lead(config: TrainConfig, folder: Path, console: Console, every: int, going_
         print_table(console, facts([("run", f"it has all its {config.run.steps} steps"), ("go on", more)]))
         return 0
     display = Display(console, config.run.steps, every)
-    with opened_log(folder, config, going_on) as log, stopping(trainer.stop) as caught, display:
+    with opened_log(folder, config, going_on) as log, stopping(trainer.stop) as caught, display, probed(trainer):
         ranks.watch.last_words = partial(last_words, trainer=trainer, log=log)
         begin(trainer, folder, log, resumed)
         print_table(console, facts(rows))

@@ -8,7 +8,6 @@ __all__ = ['CONV1D', 'Where', 'stand_in_for', 'used_weight', 'LinearIn', 'conv1d
            'with_forward']
 
 # %% ../nbs/19c_stand_ins.ipynb #27cd07d9
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,17 +15,15 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from . import ops
-from .attention import composed_attention
 from .cast import cast
 from .matmul import product
-from .nn import Draw, absmean_ternary, check_constant
+from .nn import Draw, absmean_ternary
 from .operators import Operator, apply_operator
-from .precision import BF16, F16, F32, Precision, WeightFormat, accumulator
+from .precision import F16, F32, Precision, WeightFormat, accumulator
 from .profile import PrecisionProfile
 
 # %% ../nbs/19c_stand_ins.ipynb #194de005

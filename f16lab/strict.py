@@ -34,7 +34,8 @@ def source_line(frame: FrameType | None) -> str:
     """file:line of the innermost frame outside torch and strict mode."""
     while frame is not None:
         code = frame.f_code
-        if not (code.co_filename.startswith(_TORCH) or code.co_name in _OWN): return f"{code.co_filename}:{frame.f_lineno}"
+        if not (code.co_filename.startswith(_TORCH) or code.co_name in _OWN):
+            return f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"
 
@@ -68,7 +69,8 @@ class _Strict(TorchDispatchMode):
 def promotion_words(op: str, tags: list[str]) -> str:
     """The sentence of an error: who mixed what, where, and what to do."""
     where = source_line(sys._getframe(1))
-    return (f"{where}: {op} mixes {' and '.join(tags)}: say which is meant, by cast(x, p) or by p= of an operator of f16lab")
+    return (f"{where}: {op} mixes {' and '.join(tags)}: say which is meant, by cast(x, p) or by p= of an operator of "
+            "f16lab")
 
 
 def _refuse(op: str, precisions: list[Precision]) -> None:

@@ -425,6 +425,8 @@ def steps(trainer: TrainConfig | Trainer, commands: Commands | None = None
     """Train to the recipe's last step; yields a record per step, evaluations, samples, events, and how it ended."""
     trainer = Trainer(trainer) if isinstance(trainer, TrainConfig) else trainer
     last, emit = trainer.config.run.steps, trainer.bus.emit
+    if trainer.config.probe.probe_every and not trainer.probe and trainer.ranks.rank == 0:
+        warnings.warn("probe_every has no effect here: open a probe on the trainer (origin.probed)", stacklevel=2)
     if trainer.ranks.world > 1: trainer.together.source, commands = commands, trainer.together.commands
     def told(record: Any) -> Any:
         emit(record)

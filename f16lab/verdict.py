@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from .events import EvalRecord, EventRecord, StepRecord
+from .events import EvalRecord, EventRecord, Histogram, StepRecord
 from .profile import PrecisionProfile, storage_of
 
 # %% ../nbs/16d_verdict.ipynb #9cdeff47
@@ -51,6 +51,7 @@ class Contender:
     sizes: Mapping[str, int] = field(default_factory=dict)      # elements by tensor, in model order
     digest: str = ""              # of the final state
     band: str = ""                # name of the noise band that it is judged by
+    histograms: Mapping[int, Sequence[Histogram]] = field(default_factory=dict)  # of a few steps, if any were looked at
 
 # %% ../nbs/16d_verdict.ipynb #8bc53d8b
 @dataclass(frozen=True)

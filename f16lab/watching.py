@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_compiled', 'check_not_compiled', 'Paths', 'Seen', 'RangeRow', 'range_rows', 'Counter', 'WatchSettings',
-           'WatchHooks', 'WatchCounts', 'seen_gradient', 'Watch', 'watch']
+           'WatchState', 'WatchHooks', 'seen_gradient', 'WatchCounts', 'Watch', 'watch']
 
 # %% ../nbs/19b_watching.ipynb #4d468256
 import weakref
@@ -151,11 +151,11 @@ class WatchSettings:
 
     def __post_init__(self):
         if self.every < 1 or self.share < 1: raise ValueError(f"every={self.every}, share={self.share}: give 1 or more")
-        if self.strict and not self.ledger: raise ValueError("strict=True needs ledger=True: it is the ledger that sees")
+        if self.strict and not self.ledger: raise ValueError("strict=True needs ledger=True, which is what sees")
 
 # %% ../nbs/19b_watching.ipynb #69d26962
-class WatchHooks:
-    """The part of a watch that torch calls."""
+class WatchState:
+    """What a watch knows."""
 
     def __init__(self, roots: tuple[nn.Module, ...], settings: WatchSettings, scaler: Any = None):
         for root in roots: check_not_compiled(root)
@@ -169,9 +169,9 @@ class WatchHooks:
         self.notes: dict[str, None] = {}
         self.handles = ExitStack()
 
-    def note(self, text: str) -> None:
-        """Say once what cannot be seen."""
-        self.notes[text] = None
+# %% ../nbs/19b_watching.ipynb #cbbc92fb
+class WatchHooks(WatchState):
+    """The part of a watch that torch calls."""
 
     def before(self, module: nn.Module, given: tuple) -> None:
         """A module begins."""
@@ -186,7 +186,8 @@ class WatchHooks:
         """The name of a root that was not known, in a watch that takes any."""
         if not self.paths.takes_any or self.trail.stack: return None
         if is_compiled(module):
-            return self.note(f"{type(module).__name__} is compiled by torch.compile: nothing inside it was seen")
+            self.notes[f"{type(module).__name__} is compiled by torch.compile: nothing inside it was seen"] = None
+            return None
         self.paths.adopt(module)
         self.listen(module)
         return self.paths.known[module]
@@ -204,6 +205,13 @@ class WatchHooks:
         self.trail.leave()
 
 # %% ../nbs/19b_watching.ipynb #c8182e96
+def seen_gradient(watch: Callable[[], WatchState | None], layer: str, tensor: str, place: int, given: Any) -> None:
+    """Hook: count a gradient for a watch, if that is still there and open. Of a node's gradients, number `place`."""
+    w, g = watch(), given[place] if isinstance(given, tuple) else given
+    if w is None or not w.open or not w.active or g is None: return
+    w.counter.see("backward", layer, tensor, g, w.mode)
+
+# %% ../nbs/19b_watching.ipynb #20f65370
 class WatchCounts(WatchHooks):
     """The part of a watch that counts."""
 
@@ -245,13 +253,6 @@ class WatchCounts(WatchHooks):
         self.mode.phase, self.steps, self.all_steps = "train", self.steps + 1, self.all_steps + 1
         self.active = self.all_steps % self.settings.every == 0
         self.mode.on = self.active
-
-
-def seen_gradient(watch: Callable[[], WatchHooks | None], layer: str, tensor: str, place: int, given: Any) -> None:
-    """Hook: count a gradient for a watch, if that is still there and open. Of a node's gradients, number `place`."""
-    w, g = watch(), given[place] if isinstance(given, tuple) else given
-    if w is None or not w.open or not w.active or g is None: return
-    w.counter.see("backward", layer, tensor, g, w.mode)
 
 # %% ../nbs/19b_watching.ipynb #523410ea
 class Watch(WatchCounts):

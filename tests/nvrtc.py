@@ -3,7 +3,12 @@
 import ctypes
 import functools
 import importlib.util
+import re
 from pathlib import Path
+
+from f16lab.launch import OPTIONS
+
+FORMAT = re.compile(r"\b(F16|BF16|F32|F64|E4M3|E5M2)\b")
 
 
 @functools.cache
@@ -19,13 +24,13 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def compiled(source: str, expressions: tuple[str, ...], arch: str = "sm_90", options: tuple[str, ...] = ("--std=c++17", "--fmad=false")) -> str:
+def compiled(source: str, expressions: tuple[str, ...], arch: str = "sm_90", options: tuple[str, ...] = OPTIONS) -> str:
     """'' if every kernel of `source` compiles, else what the compiler says. Without NVRTC: RuntimeError."""
     rtc = library()
     if rtc is None: raise RuntimeError("no NVRTC: pip install nvidia-cuda-nvrtc")
     program = ctypes.c_void_p()
     rtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
-    for name in expressions: rtc.nvrtcAddNameExpression(program, name.encode())
+    for name in expressions: rtc.nvrtcAddNameExpression(program, FORMAT.sub(r"f16lab::\1", name.replace("f16lab::", "")).encode())
     words = [o.encode() for o in (f"--gpu-architecture={arch}", *options)]
     status = rtc.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*words))
     size = ctypes.c_size_t()

@@ -92,3 +92,44 @@ def test_boundary_everywhere_trains_too(monkeypatch):
         losses = [forced.step().loss for _ in range(5)]
     free = trainer("f16", "cuda")
     assert max(abs(a - free.step().loss) for a in losses) <= 2.5 * BOUND["f16"]
+
+
+@pytest.mark.parametrize("profile", ("f32", "all_f16", "bf16_llmc"))
+def test_a_traced_step_on_a_gpu_has_the_bits_of_eager(profile):
+    digests = []
+    for how in ("none", "aot_eager"):
+        run = trainer(profile, "cuda", compile=how, layers=2)
+        for _ in range(3): run.step()
+        digests.append({name: t.cpu().clone() for name, t in run.state().tensors.items()})
+    assert all(torch.equal(bits_of(t), bits_of(digests[1][name])) for name, t in digests[0].items())
+
+
+def test_kernels_can_be_captured_in_a_cuda_graph():
+    from f16lab.column_kernels import column_sums
+    from f16lab.loss_kernels import cross_entropy_losses
+    from f16lab.row_kernels import gelu_forward
+    open_device("cuda")
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    targets = torch.arange(64, device="cuda")
+    work = lambda: (gelu_forward(x, torch.bfloat16), column_sums(x), *cross_entropy_losses(x, targets, 256, -100))  # noqa: E731
+    work()  # compiled beforehand
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): seen = work()
+    for seed in (1, 2):
+        x.copy_(torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)).to(x))
+        right = [t.clone() for t in work()]
+        graph.replay()
+        assert all(map(torch.equal, seen, right))
+
+
+def test_out_of_memory_names_the_knob_and_the_size(tmp_path):
+    from click.testing import CliRunner
+
+    from f16lab.cli import command
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        words = f"train --f16 --model d12 --batch 64 --data markov --steps 1 --device cuda --eval-every 0 --out {tmp_path / 'r'}"
+        result = CliRunner().invoke(command(), words.split(), standalone_mode=False)
+    finally: torch.cuda.set_per_process_memory_fraction(1.0)
+    said = f"{result.output} {result.exception}"
+    assert "memory" in said and "--batch" in said, said[-2000:]

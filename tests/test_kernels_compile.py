@@ -1,8 +1,11 @@
 """Every kernel compiles for the GPUs we name, where there is a compiler; without one the test says so."""
 
+import re
 import shutil
 import subprocess
+from importlib.resources import files
 
+import nvrtc
 import pytest
 
 from f16lab.launch import CODES, kernel_source
@@ -47,13 +50,40 @@ ROWS = {
         f"template __global__ void norm_finish<{w}, {w}>(const float*, {w}::code*, {w}::code*, i64, int);" for w in ("F16", "BF16", "F32")]}
 
 
+LOSS = [f"template __global__ void cross_entropy<{z}, {d}, {mode}, {lanes}>(const {z}::code*, {d}::code*, const i64*, float*, float*, i64, int, int, "
+        "i64, float, const float*);" for z, d, mode, lanes in (("BF16", "BF16", 1, 8), ("F16", "F16", 2, 8), ("F32", "F32", 3, 4), ("F32", "F16", 3, 1))
+        ] + [f"template __global__ void cross_entropy_resident<{z}, {d}, {lanes}>(const {z}::code*, {d}::code*, const i64*, float*, float*, i64, int, "
+             "int, i64, float, const float*);" for z, d, lanes in (("BF16", "BF16", 8), ("F16", "F16", 8), ("F32", "F16", 4), ("F32", "F32", 4))]
+COLUMNS = [f"template __global__ void column_sums<{p}>(const {p}::code*, float*, i64, i64, i64);" for p in ("F16", "BF16", "F32")]
+ALL = {"cast.cu": CAST, "adamw.cu": STEP, **SUMS, **ROWS, "cross_entropy.cu": LOSS, "columns.cu": COLUMNS}
+PLAIN = {"columns.cu": ("side_by_side",)}  # kernels that are no templates
+
+
+def test_every_file_has_its_instances():
+    assert {path.name for path in files("f16lab.kernels").iterdir() if path.name.endswith(".cu")} == set(ALL)
+
+
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
-@pytest.mark.parametrize("file,instances", (("cast.cu", CAST), ("adamw.cu", STEP), *SUMS.items(), *ROWS.items()), ids=("cast", "adamw", *SUMS, *ROWS))
-def test_kernel_compiles(tmp_path, arch, file, instances):
+@pytest.mark.parametrize("file", ALL)
+def test_kernel_compiles(tmp_path, arch, file):
+    """By NVRTC, as on a machine with a GPU, where it is installed; else by nvcc."""
     nvcc = shutil.which("nvcc")
-    if nvcc is None: pytest.skip("no nvcc on this machine: kernels are compiled where there is one")
-    source = tmp_path / file
-    source.write_text(kernel_source(file) + "\n" + "\n".join(instances))
-    done = subprocess.run([nvcc, "-std=c++17", f"-arch={arch}", "--fmad=false", "-c", str(source), "-o", str(tmp_path / "out.o")],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    if nvrtc.library() is not None:
+        names = (*(re.match(r"template __global__ void (.*?)\(", text)[1] for text in ALL[file]), *PLAIN.get(file, ()))
+        assert nvrtc.compiled(kernel_source(file), names, arch) == ""
+    elif nvcc is not None:
+        source = tmp_path / file
+        source.write_text(kernel_source(file) + "\n" + "\n".join(ALL[file]))
+        done = subprocess.run([nvcc, "-std=c++17", f"-arch={arch}", "--fmad=false", "-c", str(source), "-o", str(tmp_path / "out.o")],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else: pytest.skip("neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc is on this machine")
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason="no NVRTC on this machine (pip install nvidia-cuda-nvrtc)")
+def test_a_broken_kernel_is_named_with_file_and_line():
+    text = kernel_source("cast.cu").replace("template <class P> F16LAB_FN u32 narrow(", "template <class P> F16LAB_FN u33 narrow(")
+    said = nvrtc.compiled(text, (), "sm_90")
+    number = (files("f16lab.kernels") / "numbers.cuh").read_text().splitlines().index(
+        next(line for line in (files("f16lab.kernels") / "numbers.cuh").read_text().splitlines() if "F16LAB_FN u32 narrow(" in line)) + 1
+    assert f"numbers.cuh({number}): error" in said and "u33" in said
