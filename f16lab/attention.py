@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['composed_attention', 'deterministic_algorithms', 'fused_backend', 'fused_attention', 'fused_attention_backward',
-           'attention', 'split_heads', 'merge_heads']
+           'meant_attention', 'attention', 'split_heads', 'merge_heads']
 
 # %% ../nbs/06f_attention.ipynb #70783c63
 import math
@@ -18,7 +18,7 @@ from .cast import convert_recorded, grad_dtype_of, only_once
 from .column_kernels import side_by_side
 from .device import Path, table_for
 from .matmul import batched_matmul
-from .operators import precision_of
+from .operators import Called, Inner, as_watched, precision_of
 from .precision import F32, Precision
 from .rows import softmax
 
@@ -116,11 +116,19 @@ class _Fused(torch.autograd.Function):
         only_once()
         p, where = Precision.of(ctx.saved_tensors[0]), (ctx.layer, "attention")
         g = convert_recorded(g, p, *where, "grad", "backward", "operand")
+        if g.stride(-1) != 1: g = g.contiguous()  # such as the gradient of a sum, which is one number expanded
         grads = fused_attention_backward(g, *ctx.saved_tensors, ctx.causal, ctx.backend)
         return *(convert_recorded(x, Precision.of(dtype), *where, name, "backward", "storage")
                  for x, dtype, name in zip(grads, ctx.grad_dtypes, ("q", "k", "v"))), *[None] * 4
 
 # %% ../nbs/06f_attention.ipynb #7fc6718a
+def meant_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: Precision, inner: Inner) -> Tensor:
+    """What fused attention means, in any precision; tensor cores read the probabilities in `p`."""
+    scores, past = q @ k.mT / math.sqrt(q.shape[-1]), torch.ones(q.shape[-2], k.shape[-2], device=q.device).tril() > 0
+    if causal: scores = scores.masked_fill(~past, -math.inf)
+    return inner(torch.softmax(scores, -1), p, p) @ v
+
+# %% ../nbs/06f_attention.ipynb #f215a918
 def attention(
     q: Tensor,                    # [B, H, T, d]
     k: Tensor,                    # [B, H, S, d]
@@ -136,7 +144,10 @@ def attention(
     """softmax(q kᵀ / √d) v [B, H, T, d] (Vaswani et al., arXiv 1706.03762); a row that sees nothing gives 0."""
     p, stable = precision_of(p, q), precision_of(stable, q)
     backend = fused_backend(q, k, v, p, causal, mask) if stable.bits <= 32 else ""
-    if backend: return _Fused.apply(q, k, v, causal, backend, layer, tuple(map(grad_dtype_of, (q, k, v))))
+    if backend:
+        called, dtypes = Called("attention", layer, p, p, ("q", "k", "v"), p, True), tuple(map(grad_dtype_of, (q, k, v)))
+        return as_watched(lambda *t: (_Fused.apply(*t, causal, backend, layer, dtypes),),
+                          lambda xs, inner: (meant_attention(*xs, causal, p, inner),), called, q, k, v)[0]
     return composed_attention(q, k, v, p=p, stable=stable, causal=causal, mask=mask, accum=accum, layer=layer)
 
 # %% ../nbs/06f_attention.ipynb #a172be46

@@ -154,8 +154,8 @@ def judge_scale(records: Sequence[StepRecord], margin: float, low: float, safe: 
     hint = f" The largest safe scale is 2^{math.log2(safe):.0f}." if math.isfinite(safe) else ""
     if late >= 5 or (fallen >= 4 and late): return "sick", (
         f"{late} of the last {min(20, len(records))} steps overflowed and the scale is {scale:g}: it is not the scale's"
-        " doing, or the scale cannot give way. Find the tensor (the overflow event names it), lower the learning rate or"
-        " widen its slot.")
+        " doing, or the scale cannot give way. Find the tensor (the overflow event names it), lower the learning rate"
+        " or widen its slot.")
     if margin < 0: return "sick", f"gradients overflow at scale {scale:g}.{hint}"
     if low > 0.05 and margin >= 4 and scale == 1: return "sick", (
         f"{low:.0%} of the gradients lie below f16's normal range, nothing lifts them: use loss_scale=dynamic.{hint}")

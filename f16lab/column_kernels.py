@@ -50,7 +50,7 @@ def column_sums(x: Tensor) -> Tensor:
     """Sums over all axes but the last, in f32 (f64 for f64 numbers): [..., C] → [C]."""
     rows = x.reshape(-1, x.shape[-1])
     p, whole = Precision.of(x), rows.numel() > 0 and rows.shape[1] % 8 == 0 and rows.is_contiguous()
-    if p in CODES and p.bits >= 16 and whole and rows.data_ptr() % 16 == 0 and table_for(x.device.type).kernels:
+    if table_for(x.device.type).kernels and p in CODES and p.bits >= 16 and whole and rows.data_ptr() % 16 == 0:
         return column_sums_kernel(rows)
     return rows.sum(0, dtype=(F64 if p is F64 else F32).dtype)
 
@@ -70,8 +70,7 @@ def _(a, b, c): return a.new_empty(len(a), 3 * a.shape[1])
 def side_by_side(parts: tuple[Tensor, ...]) -> Tensor:
     """[..., C] tensors of one shape and precision as [..., n·C]; bytes are moved, nothing is converted."""
     first, flat = parts[0], [p.reshape(-1, p.shape[-1]) for p in parts]
-    words = first.shape[-1] * first.element_size() % 16 == 0 and first.numel() > 0
+    kernels = len(parts) == 3 and table_for(first.device.type).kernels
+    words = kernels and first.shape[-1] * first.element_size() % 16 == 0 and first.numel() > 0
     ready = words and all(f.is_contiguous() and f.data_ptr() % 16 == 0 and f.dtype is first.dtype for f in flat)
-    if len(parts) == 3 and ready and table_for(first.device.type).kernels:
-        return side_by_side_kernel(*flat).view(*first.shape[:-1], -1)
-    return torch.cat(parts, -1)
+    return side_by_side_kernel(*flat).view(*first.shape[:-1], -1) if ready else torch.cat(parts, -1)

@@ -278,7 +278,8 @@ def described(racer: Racer, band: str = "") -> Contender:
     lists = {name: tuple(racer.kept[kind]) for name, kind in KEPT.items()}
     return Contender(e.name, e.text, racer.machine.note if twin else "", "" if twin else to_toml(racer.config),
                      "stopped" if racer.status == "running" else racer.status, racer.message, **lists, band=band,
-                     histograms=dict(racer.looks), planned=planned_bytes(racer), sizes={name: w.numel() for name, w in weights(racer).items()})
+                     histograms=dict(racer.looks), planned=planned_bytes(racer),
+                     sizes={name: w.numel() for name, w in weights(racer).items()})
 
 def result(racer: Racer, band: str) -> Contender:
     """All of it: with the bytes that are held now, and the digest of the state."""

@@ -31,6 +31,7 @@ def without_grads(loss: Callable, parameters: list[torch.nn.Parameter]) -> Calla
 def compiled(model: torch.nn.Module, how: str) -> Callable:
     """The model's loss as it is, or through torch.compile with explicit casts kept (inductor drops them otherwise)."""
     if how == "none": return model.loss
+    if why := getattr(model, "uncompiled", ""): raise NotImplementedError(f"compile={how}: {why}; use compile=none")
     if model.config.dropout:
         raise NotImplementedError(f"compile={how} with dropout={model.config.dropout}: its noise is keyed by step, and "
                                   "every step would be compiled anew; use dropout=0 or compile=none")

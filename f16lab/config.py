@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'MAX_Z', 'COMPILERS', 'PROBED', 'SECTIONS', 'setting', 'require', 'typed', 'check_section',
            'ModelSettings', 'warn_idle', 'require_word', 'DataSettings', 'OptimizerSettings', 'RunSettings',
-           'ProbeSettings', 'ParallelSettings', 'CheckpointSettings', 'TrainConfig', 'settings_of', 'with_settings',
-           'to_dict', 'to_toml', 'from_dict', 'read_recipe']
+           'ProbeSettings', 'ParallelSettings', 'CheckpointSettings', 'idle_mirrors', 'TrainConfig', 'settings_of',
+           'with_settings', 'to_dict', 'to_toml', 'from_dict', 'read_recipe']
 
 # %% ../nbs/13a_config.ipynb #1a59fb15
 import dataclasses
@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from .grads import OutlierDetector
-from .profile import PrecisionProfile, suggest
+from .profile import PrecisionProfile, storage_of, suggest
 
 # %% ../nbs/13a_config.ipynb #524d2182
 def setting(default: Any, text: str) -> Any:
@@ -173,7 +173,7 @@ class ProbeSettings:
 
     probe_every: int = setting(0, "steps between looks at exponents (0: never)")
     probe_kinds: str = setting("all", f"all, or some of {', '.join(PROBED)}")
-    probe_share: int = setting(0, "one row in so many is counted (0: 16 on a CPU, every element on a GPU; 1: every one)")
+    probe_share: int = setting(0, "one row in so many is counted (0: 16 on a CPU, all on a GPU; 1: all)")
     probe_micro: bool = setting(False, "look at the outputs of every micro-step, not only of the last")
 
     def __post_init__(self):
@@ -225,6 +225,14 @@ class CheckpointSettings:
         if not self.save_every: warn_idle(self, ("save_at_end",), "save_every=0")
 
 # %% ../nbs/13a_config.ipynb #572da158
+def idle_mirrors(config: "TrainConfig") -> str:
+    """Why copies of weights would never be used twice; '' if they would."""
+    if config.data.accumulate == 1: return "with accumulate=1 a weight is cast once a step"
+    p = config.profile
+    wide = any(storage_of(q.param).bits > q.compute.bits for q in (p, *(p.at(glob) for glob, _ in p.overrides)))
+    return "" if wide else "no weight is wider than what its layer computes in"
+
+# %% ../nbs/13a_config.ipynb #fe8625fa
 SECTIONS = {"model": ModelSettings, "data": DataSettings, "optimizer": OptimizerSettings, "run": RunSettings,
             "probe": ProbeSettings, "checkpoint": CheckpointSettings, "parallel": ParallelSettings}
 
@@ -247,6 +255,7 @@ class TrainConfig:
         for name, kind in SECTIONS.items():
             require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"it must be {kind.__name__}")
         object.__setattr__(self, "profile", PrecisionProfile.parse(self.profile))
+        if self.run.mirrors: warn_idle(self.run, ("mirrors",), idle_mirrors(self)) if idle_mirrors(self) else None
 
     def with_(self, **changes: Any) -> "TrainConfig":
         """This run with settings replaced, each by its own name: `config.with_(steps=10, lr=1e-4, profile='f16')`."""

@@ -126,7 +126,7 @@ class StepProbe:
         "A micro-step starts, perhaps the last one of the step."
 
     def finish(self, record: StepRecord) -> StepRecord:
-        "The step is over; gradients, moments and new weights are in place. Returns the record, perhaps with more in it."
+        "The step is over; gradients, moments, new weights are in place. Returns the record, perhaps with more in it."
         return record
 
 # %% ../nbs/03_events.ipynb #b17cc651

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NAME', 'visible', 'attend', 'plain_attention', 'is_f32', 'merged_mask', 'projected', 'MultiheadAttentionIn',
-           'convert_attention', 'TransformerEncoderLayerIn', 'hugging_face_attention', 'is_hugging_face_attention',
-           'convert_hugging_face']
+           'MultiheadAttentionF32', 'convert_attention', 'dropout_of', 'TransformerEncoderLayerIn',
+           'hugging_face_attention', 'is_hugging_face_attention', 'convert_hugging_face']
 
 # %% ../nbs/19d_heads.ipynb #388fc609
 import math
@@ -88,7 +88,7 @@ def projected(m: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor) -> tupl
 class MultiheadAttentionIn(nn.MultiheadAttention):
     """nn.MultiheadAttention: products in slot `compute`, softmax in `stable`."""
 
-    drop_: nn.Module | None = None
+    drop_: nn.Module  # no default here: a class attribute would hide the registered part
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
                 need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
@@ -105,14 +105,31 @@ class MultiheadAttentionIn(nn.MultiheadAttention):
         return y if swap else y.transpose(0, 1), shares if need_weights else None
 
 # %% ../nbs/19d_heads.ipynb #9dc8039d
+class MultiheadAttentionF32(bounded(nn.MultiheadAttention)):
+    """nn.MultiheadAttention in f32: torch's code, but ours where dropout has a key."""
+
+    drop_: nn.Module  # no default here: a class attribute would hide the registered part
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As torch's."""
+        keyed = self.training and self.dropout and self.drop_.draw is not None
+        return MultiheadAttentionIn.forward(self, *args, **kwargs) if keyed else super().forward(*args, **kwargs)
+
+
 def convert_attention(m: nn.MultiheadAttention, where: Where) -> str:
     """Give an nn.MultiheadAttention its twin; its output projection has one already. Returns what was done."""
-    from_torch = is_f32(where) or not plain_attention(m)
-    if from_torch: stand_in_for(m, bounded(type(m)), Where(where.path, where.p, slot="f32"))
-    else: stand_in_for(m, MultiheadAttentionIn, where)
-    if from_torch: return "torch's attention in f32"
-    m.drop_ = stand_in_for(nn.Dropout(m.dropout), DropoutIn, Where(f"{where.path}.drop_", where.p))
-    return f"attention, products in {where.p.compute}, softmax in {where.p.stable}"
+    ours, f32 = plain_attention(m), is_f32(where)
+    if ours: m.drop_ = dropout_of(m.dropout, where)
+    if ours and not f32:
+        stand_in_for(m, MultiheadAttentionIn, where)
+        return f"attention, products in {where.p.compute}, softmax in {where.p.stable}"
+    stand_in_for(m, MultiheadAttentionF32 if ours else bounded(type(m)), Where(where.path, where.p, slot="f32"))
+    return "torch's attention in f32"
+
+
+def dropout_of(rate: float, where: Where) -> DropoutIn:
+    """The dropout of an attention layer's probabilities, as a layer."""
+    return stand_in_for(nn.Dropout(rate), DropoutIn, Where(f"{where.path}.drop_", where.p))
 
 # %% ../nbs/19d_heads.ipynb #acb99e5b
 class TransformerEncoderLayerIn(nn.TransformerEncoderLayer):
@@ -150,15 +167,18 @@ NAME = "f16lab"  # under which transformers finds our attention
 
 def hugging_face_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                            dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-                           **options: Any) -> tuple[Tensor, None]:
+                           **options: Any) -> tuple[Tensor, Tensor | None]:
     """An attention function as transformers calls it: [B, heads, T, d] in, ([B, T, heads, d], None) out."""
-    if options.get("softcap") is not None: raise NotImplementedError("attention with softcap: keep it in f32")
-    where, groups = module.where_, query.shape[1] // key.shape[1]
+    where, drop = module.where_, module.drop_ if dropout and module.training else None
+    if is_f32(where) and (drop is None or drop.draw is None):
+        return module.plain_(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                             is_causal=is_causal, **options)
+    if options.get("softcap") is not None: raise NotImplementedError(f"{where.path}: softcap; keep this layer in f32")
+    if drop is not None: drop.p = dropout
+    groups = query.shape[1] // key.shape[1]
     if groups > 1: key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
-    drop = module.drop_ if dropout and module.training else None
-    if drop is not None: drop.p = dropout
     y, _ = attend(query, key, value, where, attention_mask, causal, scaling, drop)
     return y.transpose(1, 2).contiguous(), None
 
@@ -170,11 +190,13 @@ def is_hugging_face_attention(m: nn.Module) -> bool:
 
 
 def convert_hugging_face(m: nn.Module, where: Where) -> str:
-    """Have a transformers attention layer use ours (in f32: leave it what it has). Returns what was done."""
-    if is_f32(where): return ""
-    functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    """Have a transformers attention layer use ours; returns what was done, '' if nothing was. In f32 that calls the
+    function which the layer had, so an 'eager' one, which none can call from outside, is left alone."""
+    functions, f32 = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS, is_f32(where)
+    if f32 and m.config._attn_implementation == "eager": return ""
     functions.register(NAME, hugging_face_attention)
-    m.where_, m.config = where, copy(m.config)
+    m.plain_ = functions[m.config._attn_implementation] if f32 else None
+    m.where_, m.config, m.drop_ = where, copy(m.config), dropout_of(0.0, where)
     m.config._attn_implementation = NAME
-    m.drop_ = stand_in_for(nn.Dropout(0.0), DropoutIn, Where(f"{where.path}.drop_", where.p))
+    if f32: return "the model's attention in f32"
     return f"attention, products in {where.p.compute}, softmax in {where.p.stable}"

@@ -25,12 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .events import CastRow
 from .precision import Precision
+from .strict import ImplicitPromotion
 
 # %% ../nbs/19a_intercept.ipynb #88e4827d
 @dataclass(frozen=True)
 class SeenCast(CastRow):
     """Equal casts of foreign code, added up. `reason`: 'autocast', 'user' (written there), 'promotion' (operands of
-    different precisions met), 'storage' (copied into a tensor of another precision)."""
+    different precisions met), 'storage' (copied into another precision), 'grad' (by torch, of a gradient)."""
 
     line: str = ""  # file:line of the code that asked; of a backward cast, of the forward operator
 
@@ -186,9 +187,11 @@ def asked_by(trail: Trail, notes: dict[int, Asked], frame: FrameType) -> Asked:
     node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() >= 0 else None
     if node is None or trail.stack:  # a module that runs inside backward is a forward pass that is done again
         return Asked(trail.now(), "forward", line_of(foreign_frame(frame)), why(asking_frame(frame)))
-    number, name = node._sequence_nr(), node.name()
-    known = notes.get(number) or Asked(trail.of(number), "", "", "promotion", name.rstrip("0123456789"), "grad")
-    return known._replace(direction="backward")
+    number, name = node._sequence_nr(), node.name().rstrip("0123456789")
+    if number in notes: return notes[number]._replace(direction="backward")
+    written = isinstance(node, torch.autograd.function.BackwardCFunction)  # in Python: then there is a stack to read
+    line, reason = (line_of(foreign_frame(frame)), why(asking_frame(frame))) if written else ("", "grad")
+    return Asked(trail.of(number), "backward", line, reason, name, "grad")
 
 # %% ../nbs/19a_intercept.ipynb #9315b178
 class CastCounts:
@@ -209,7 +212,9 @@ class CastCounts:
 
     def wait(self, out: Tensor, *row: Any) -> None:
         """A cast whose result is `out`; `row`: phase, who asked, source, number of its node (-1: none)."""
-        self.waiting[out.untyped_storage()._cdata] = (self.operators, out.dtype, *row)
+        storage = out.untyped_storage()._cdata
+        self.settle(storage, "cast", "x")  # of a tensor that is gone, in whose place this one was put
+        self.waiting[storage] = (self.operators, out.dtype, *row)
 
     def note(self, number: int, asked: Asked) -> None:
         """Remember who asked, for the backward of a node."""
@@ -264,7 +269,7 @@ class CastNotes:
     def promoted(self, func: Any, i: int, t: Tensor, out: Tensor, frame: FrameType) -> None:
         """Operand `i` of an operator was widened on the way in."""
         asked = asked_by(self.trail, self.seen.notes, frame)
-        if self.strict: raise TypeError(promotion_text(func, t, out, asked.line))
+        if self.strict: raise ImplicitPromotion(promotion_text(func, t, out, asked.line))
         asked = asked._replace(op=operator_name(func), operand=operand_name(func, i), reason="promotion")
         self.seen.note(self.node(), asked)
         self.seen.add(self.phase, asked, t, out.dtype, not t.is_cuda)
@@ -284,7 +289,7 @@ class CastNotes:
 
 # %% ../nbs/19a_intercept.ipynb #93571a36
 class CastWatch(TorchDispatchMode, CastNotes):
-    """While open, counts the casts of any torch code. `strict`: an implicit promotion is a TypeError with its line."""
+    """While open, counts the casts of any torch code. `strict`: an implicit promotion is an error, with its line."""
 
     def __init__(self, trail: Trail | None = None, strict: bool = False):
         TorchDispatchMode.__init__(self)
@@ -298,9 +303,9 @@ class CastWatch(TorchDispatchMode, CastNotes):
 
     def look(self, func: Any, args: tuple, out: Any, frame: FrameType) -> None:
         """Note what an operator, called by this frame, has converted."""
+        if self.seen.waiting and not func.is_view: self.seen.named(func, args)
         if func is _aten._to_copy.default:
             if differ(args[0], out): self.converted(args[0], out, frame)
         elif func is _aten.copy_.default:
             if differ(*args[:2]): self.copied(*args[:2], frame)
-        elif self.seen.waiting and not func.is_view: self.seen.named(func, args)
         for i, t in widened(func, args, out): self.promoted(func, i, t, out, frame)

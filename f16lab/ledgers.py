@@ -152,8 +152,8 @@ def round_trips(rows: Sequence[CastRow]) -> list[Hint]:
             if back is None or bits(there.dst) >= bits(there.src): continue
             times = min(there.count, back.count)
             saves = times * (there.bytes // there.count + back.bytes // back.count)
-            words = (f"{op}({operand}) {list(shape)} goes {there.src}→{there.dst}→{there.src} {times}× in the {direction} "
-                     f"pass: rounding in a register (a kernel) saves {megabytes(saves)}")
+            words = (f"{op}({operand}) {list(shape)} goes {there.src}→{there.dst}→{there.src} {times}× in the "
+                     f"{direction} pass: rounding in a register (a kernel) saves {megabytes(saves)}")
             out.append(Hint("round trip", layer, words, saves))
     return out
 
@@ -186,8 +186,9 @@ def logits_again(rows: Sequence[CastRow], limit: int = 2) -> list[Hint]:
         times = len(group)
         if times < limit: continue
         saves = sum(r.bytes for r in group) - max(r.bytes for r in group)
-        words = (f"logits {list(shape)} are cast {times} ways, {sum(r.count for r in group)}× per step: one head operator "
-                 f"that makes them in pieces (head_cross_entropy) on a path with kernels saves {megabytes(saves)}")
+        words = (f"logits {list(shape)} are cast {times} ways, {sum(r.count for r in group)}× per step: one head "
+                 f"operator that makes them in pieces (head_cross_entropy), on a path with kernels, saves "
+                 f"{megabytes(saves)}")
         out.append(Hint("logits cast again", layer, words, saves))
     return out
 

@@ -231,7 +231,7 @@ def see_update(look: GroupLook, tally: Tally | DeviceTally, key: int, step: int)
         for i, (start, stop), place in look.places(flat):
             if not look.turn(i, step): continue
             new, old = (look.part(x, i, start, stop, place, key) for x in (flat, before))
-            tally.add(labels[i], new.to(wide).sub_(old))
+            tally.add(labels[i], new.to(wide) - old)  # a new tensor: `new` is a view of the weights
     look.before = None
 
 # %% ../nbs/16a_looking.ipynb #99e3f96a

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ZEROS', 'ONES', 'inverse_normal', 'keyed_normal', 'Init', 'check_constant', 'Layer', 'named_parameters_once',
-           'InitialValues', 'initialise', 'check_sizes', 'Linear', 'Embedding', 'Pending', 'Norm', 'sum_and_norm',
-           'Draw', 'Dropout', 'absmean_ternary', 'BitLinear', 'block_linear', 'BlockSpec', 'SelfAttention',
-           'FeedForward', 'Block', 'Conv2d']
+           'kept_tensors', 'InitialValues', 'initialise', 'check_sizes', 'Linear', 'Embedding', 'Pending', 'Norm',
+           'sum_and_norm', 'Draw', 'Dropout', 'absmean_ternary', 'BitLinear', 'block_linear', 'BlockSpec',
+           'SelfAttention', 'FeedForward', 'Block', 'Conv2d']
 
 # %% ../nbs/08_nn.ipynb #9903c1f8
 import math
@@ -143,6 +143,15 @@ class Layer(nn.Module):
 def named_parameters_once(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(canonical name, parameter) in module order, a tied parameter once, under its first name."""
     return model.named_parameters(remove_duplicate=True)
+
+
+def kept_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a model keeps, by name: parameters once, and the buffers of its `state_dict` (running statistics)."""
+    out = {name: p.detach() for name, p in named_parameters_once(model)}
+    for path, m in model.named_modules():
+        names = m._buffers.keys() - m._non_persistent_buffers_set
+        out |= {f"{path}.{name}".lstrip("."): b for name, b in m._buffers.items() if name in names and b is not None}
+    return out
 
 
 class InitialValues(Mapping):

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['MAX_POINTS', 'COLORS', 'INK', 'GRID', 'ALERT', 'SMALLEST', 'WIDTHS', 'CAST_COLUMNS', 'TENSOR_COLUMNS', 'ROLES',
-           'FIGURES', 'color_of', 'faded', 'label', 'look', 'curve', 'crosses', 'loss_figure', 'smoothed', 'add_bands',
-           'deviation_figure', 'log_range', 'add_scale', 'norm_figure', 'two_rows', 'tallied', 'mean_casts',
-           'cast_path', 'cast_color', 'cast_tree', 'with_buttons', 'nothing', 'cast_treemap', 'top_casts', 'cast_table',
-           'lost_shares', 'efficiency_figure', 'tensor_rows', 'bars', 'memory_figure', 'speed_figure', 'distance_rows',
-           'distance_map', 'distance_figure', 'figures']
+           'LADDER', 'BINADES', 'FIGURES', 'color_of', 'faded', 'label', 'look', 'curve', 'crosses', 'loss_figure',
+           'smoothed', 'add_bands', 'deviation_figure', 'log_range', 'add_scale', 'norm_figure', 'two_rows', 'tallied',
+           'mean_casts', 'cast_path', 'cast_color', 'cast_tree', 'with_buttons', 'nothing', 'cast_treemap', 'top_casts',
+           'cast_table', 'lost_shares', 'efficiency_figure', 'tensor_rows', 'bars', 'memory_figure', 'speed_figure',
+           'distance_rows', 'distance_map', 'distance_figure', 'newest', 'binade_rows', 'exponent_figure', 'with_menu',
+           'figures']
 
 # %% ../nbs/18_plots.ipynb #7ddd0f83
 import math
@@ -21,7 +22,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from .events import CastRow, StepRecord, TensorStat
+from .events import CastRow, Histogram, StepRecord, TensorStat
 from .runfile import Series, decimate
 from .verdict import (ALARM, Comparison, Contender, band_width, deviations, efficiencies, layer_of, step_seconds,
                             summary)
@@ -369,8 +370,59 @@ def distance_figure(comparison: Comparison, columns: int = 60) -> go.Figure:
     return with_buttons(fig, [label(name) for name in maps], "no distances were measured")
 
 # %% ../nbs/18_plots.ipynb #525fd42c
+LADDER = {"f16: 0": -25, "f16: subnormal": -14, "f16: overflow": 16}  # exponents at which something ends
+BINADES = (-45, 20)  # drawn; what lies outside is drawn at the edge
+
+def newest(histograms: Mapping[int, Sequence[Histogram]]) -> dict[str, dict[str, Histogram]]:
+    """Tensor name (`weight.grad`) → layer → the newest histogram of the last few looks."""
+    out: dict[str, dict[str, Histogram]] = {}
+    for step in sorted(histograms)[-4:]:
+        for h in histograms[step]: out.setdefault(h.tensor, {})[h.layer] = h
+    return out
+
+def binade_rows(hs: Iterable[Histogram]) -> list[list[float | None]]:
+    """Share of a tensor's elements in each drawn binade, as log10; None where there are none."""
+    low, high = BINADES
+    out = []
+    for h in hs:
+        row = [0] * (high - low)
+        for i, count in enumerate(h.counts): row[min(max(h.first + i, low), high - 1) - low] += count
+        out.append([math.log10(count / h.elements) if count else None for count in row])
+    return out
+
+# %% ../nbs/18_plots.ipynb #0437a2be
+def exponent_figure(comparison: Comparison) -> go.Figure:
+    """Exponents of the tensors of each probed contender, layer × binade; a menu chooses contender and tensor."""
+    fig, names, low = go.Figure(), [], BINADES[0]
+    for c in comparison.contenders:
+        for tensor, by_layer in sorted(newest(c.histograms).items()):
+            words = [f"{h.zeros / max(1, h.elements):.1%} zeros, {h.infs + h.nans} not finite, amax {h.amax:.2g}"
+                     for h in by_layer.values()]
+            names.append(label(f"{c.name}: {tensor}"))
+            fig.add_heatmap(z=binade_rows(by_layer.values()), x=list(range(*BINADES)), y=[label(k) for k in by_layer],
+                            text=[[text] * (BINADES[1] - low) for text in words], visible=len(names) == 1, zmin=-5,
+                            zmax=0, colorscale="Blues", showscale=False, name=names[-1],
+                            hovertemplate="%{y}, 2<sup>%{x}</sup>: 10<sup>%{z:.1f}</sup><br>%{text}<extra></extra>")
+    for words, e in LADDER.items():
+        fig.add_vline(e - 0.5, line=dict(color=ALERT, width=1), annotation_text=words, annotation_font_color=ALERT,
+                      annotation_position="top")
+    rows = max((len(t.y) for t in fig.data), default=6)
+    fig = look(fig, "Exponents, layer × binade", min(900, 190 + 18 * rows), hovermode="closest",
+               xaxis=dict(title="binade: numbers from 2<sup>x</sup> up to its double"),
+               yaxis=dict(autorange="reversed", automargin=True))
+    return with_menu(fig, names) if names else nothing(fig, "no exponents were looked at: give probe_every")
+
+def with_menu(fig: go.Figure, names: Sequence[str]) -> go.Figure:
+    """A menu that shows one trace each."""
+    entries = [dict(label=name, method="restyle", args=[{"visible": [j == i for j in range(len(names))]}])
+               for i, name in enumerate(names)]
+    menu = dict(type="dropdown", buttons=entries, x=1, y=1.16, xanchor="right", yanchor="bottom", font_size=12)
+    return fig.update_layout(updatemenus=[menu])
+
+# %% ../nbs/18_plots.ipynb #fd3afc35
 FIGURES = {"loss": loss_figure, "deviation": deviation_figure, "norm": norm_figure, "casts": cast_treemap,
-           "efficiency": efficiency_figure, "memory": memory_figure, "distance": distance_figure, "speed": speed_figure}
+           "efficiency": efficiency_figure, "memory": memory_figure, "distance": distance_figure,
+           "exponents": exponent_figure, "speed": speed_figure}
 
 def figures(comparison: Comparison) -> dict[str, go.Figure]:
     """All figures of a comparison by name, in the order in which they should be read."""

@@ -311,8 +311,10 @@ def what_if(h: Histogram, p: Precision, scale: float = 1.0) -> WhatIf:
     smallest = p.emin - p.mantissa_bits - 1
     def some(least: float, end: float) -> int: return sum(c for e, c in counts.items() if least <= e < end)
 
-    sure, edge = some(p.emax + 1, math.inf) + h.infs, overflows(h.amax * scale, p) * some(p.emax, p.emax + 1)
-    return WhatIf(some(-math.inf, smallest) / n, some(smallest, p.emin) / n, (sure + bool(edge)) / n, (sure + edge) / n)
+    above, top = some(p.emax + 1, math.inf), h.amax * scale
+    edge = overflows(top, p) * some(p.emax, p.emax + 1)
+    sure = above + h.infs + (edge > 0 and not above)  # of the last binade the largest, if it is in it
+    return WhatIf(some(-math.inf, smallest) / n, some(smallest, p.emin) / n, sure / n, (above + h.infs + edge) / n)
 
 # %% ../nbs/16_probes.ipynb #d7a294a5
 class Headroom(NamedTuple):

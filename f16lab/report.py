@@ -102,6 +102,9 @@ EXPLAINED = {  # figure → (heading, what a newcomer should know)
                "depend on batch and context."),
     "distance": ("Where the weights part", "Relative distance of each layer's weights from those of the reference. The "
                  "first column is the cost of storing the weights in fewer bits, before any training."),
+    "exponents": ("Where the numbers live", "How many numbers of each tensor lie in which binade, at the end of the "
+                  "run. Left of the first line f16 makes them 0, right of the last one infinite; gradients are shown "
+                  "with the loss scale in them. A tensor that lies well between the lines is safe in f16."),
     "speed": ("Speed", "Of this machine, with all contenders taking turns. A CPU has few instructions for 16-bit "
               "numbers, so small formats are not faster on it; on a GPU they are."),
 }
@@ -117,6 +120,7 @@ def figure_html(fig: go.Figure, name: str) -> str:
 def figure_sections(comparison: Comparison) -> str:
     """All figures, each with its heading and explanation; of a single run not those that compare."""
     unfit = ("deviation", "distance") if len(comparison.contenders) == 1 else ()
+    if not any(c.histograms for c in comparison.contenders): unfit = (*unfit, "exponents")
     def section(name: str, fig: go.Figure) -> str:
         head, words = EXPLAINED[name]
         more = DETAILS[name](comparison) if name in DETAILS else ""

@@ -9,6 +9,8 @@ __all__ = ['ROW_SUM', 'COL_SUM', 'TOTAL', 'MEAN', 'CUMSUM', 'SOFTMAX', 'LAYER_NO
            'to_numpy', 'rope_table', 'rope']
 
 # %% ../nbs/06d_rows.ipynb #e693b95b
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import Path, table_for
-from .operators import Kernels, Operator, apply_operator, precision_of, work_of
+from .operators import Called, Kernels, Operator, apply_operator, as_watched, precision_of, watched, work_of
 from .pointwise import add
 from .precision import F32, F64, Precision, promote
 from .row_kernels import STORED, all_stored, norm_backward, norm_forward
@@ -245,7 +247,13 @@ def residual_layer_norm(
     out = stable if out is None else precision_of(out)
     if _sum_norm_takes(x, r, w, b, p, stable, out):
         dtypes = tuple(None if t is None else grad_dtype_of(t) for t in (x, r, w, b))
-        return _SumNorm.apply((p, stable, out, eps, layer, norm_layer, dtypes), x, r, w, b)
+        both = lambda *t: _SumNorm.apply((p, stable, out, eps, layer, norm_layer, dtypes), *t)
+        called = Called("residual_layer_norm", norm_layer, stable, p, ("x", "r", "weight", "bias"), rounds=True,
+                        outputs=("sum", "output"))
+        def formula(t: tuple, inner: Callable) -> tuple:
+            y = inner(t[0] + t[1], p, p)
+            return y, _ln_plain(y, *t[2:], eps)
+        return as_watched(both, formula, called, x, r, w, b)
     y = add(x, r, p=p, layer=layer)
     return y, layer_norm(y, w, b, p=stable, out=out, eps=eps, layer=norm_layer)
 
@@ -275,7 +283,11 @@ def gather_rows(table: Tensor, ids: Tensor, *, p: Precision | None = None, layer
     """Rows `table[ids]`: table [V, C], ids int64 [...] → [..., C] in `p` (default: the table's precision)."""
     p = precision_of(p, table)
     plain = table.dtype is p.dtype and (p is F32 or p is F64) and table_for(table.device.type).f32 is Path.NATIVE
-    return F.embedding(ids, table) if plain else _Gather.apply(table, ids, p, grad_dtype_of(table), layer)
+    out = grad_dtype_of(table)
+    def rows(t: Tensor) -> Tensor: return F.embedding(ids, t) if plain else _Gather.apply(t, ids, p, out, layer)
+    if not watched(): return rows(table)
+    called = Called("gather_rows", layer, p, Precision.of(out), ("table",))
+    return as_watched(lambda t: (rows(t),), lambda xs, inner: (F.embedding(ids, xs[0]),), called, table)[0]
 
 # %% ../nbs/06d_rows.ipynb #9743b742
 def _scatter(target, ids, rows): return target.index_add(0, ids, rows)

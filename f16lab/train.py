@@ -34,7 +34,7 @@ from .images import ImageData
 from .inputs import Inputs, Source, open_inputs
 from .mirror import Mirrors
 from .models import build, generate
-from .nn import Draw, named_parameters_once
+from .nn import Draw, kept_tensors, named_parameters_once
 from .ops import transfer
 from .optim import AdamW
 from .parallel import Ranks, agree
@@ -262,7 +262,7 @@ def run_state(trainer: Trainer, tensors: Mapping[str, Tensor] | None = None,
                   seed=trainer.config.run.seed, gate=gate_state(trainer.gate), optimizer=plain,
                   data=trainer.inputs.train.state(), plan=asdict(planned(trainer.config)),
                   schedule=asdict(trainer.schedule), times=asdict(trainer.average))
-    weights = {f"model.{name}": p.detach() for name, p in named_parameters_once(trainer.model)}
+    weights = {f"model.{name}": t for name, t in kept_tensors(trainer.model).items()}
     return State({**weights, **{f"optimizer.{name}": t for name, t in tensors.items()}}, values)
 
 # %% ../nbs/14_train.ipynb #61b9432f
@@ -319,7 +319,7 @@ def load_tensors(trainer: Trainer, state: State) -> tuple[str, ...]:
     """Weights, then the optimizer's state; if that is refused, the weights are what they were. Returns its notes."""
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for name, t in state.tensors.items(): parts[name.partition(".")[0]][name.partition(".")[2]] = t
-    own = {name: p.detach() for name, p in named_parameters_once(trainer.model)}
+    own = kept_tensors(trainer.model)
     before = {name: p.clone() for name, p in own.items()}
     for name, p in own.items(): p.copy_(parts["model"][name])
     try: return trainer.optimizer.load_state(parts["optimizer"], state.values["optimizer"])

@@ -147,7 +147,7 @@ class WatchSettings:
     ledger: bool = True      # casts
     every: int = 1           # of so many optimizer steps one is looked at
     share: int = 1           # one row in so many is counted; 1: every element
-    strict: bool = False     # an implicit promotion is a TypeError that names its line
+    strict: bool = False     # an implicit promotion is an error that names its line
 
     def __post_init__(self):
         if self.every < 1 or self.share < 1: raise ValueError(f"every={self.every}, share={self.share}: give 1 or more")
@@ -290,7 +290,7 @@ def watch(
     every: int = 1,            # look at one optimizer step in so many
     share: int = 1,            # count one row in so many; 1: every element
     scaler: Any = None,        # a GradScaler, to take its scale off the gradients (`Seen.unscaled`)
-    strict: bool = False       # make an implicit promotion a TypeError that names its line
+    strict: bool = False       # make an implicit promotion an error that names its line
 ) -> Watch:
     """Context manager: look into ordinary PyTorch code, `with watch(model) as w: …; seen = w.take()`. No bit changes.
 

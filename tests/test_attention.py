@@ -104,3 +104,14 @@ def test_shapes_told_to_the_compiler_are_the_real_ones(backend):
     with torch._subclasses.FakeTensorMode() as mode:
         fake = fused_attention(*(mode.from_tensor(t) for t in (q, k, v)), True, backend)
     for a, b in zip(real, fake, strict=True): assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@gpu
+@pytest.mark.parametrize("p", (F16, F32), ids=str)
+def test_an_expanded_gradient_is_a_gradient(p):
+    xs = operands(p, device="cuda")
+    all_ones = torch.ones(2, 3, 64, 64, device="cuda")
+    leaves = [x.detach().clone().requires_grad_() for x in xs]
+    one = torch.autograd.grad(ops.attention(*leaves, p=p, stable=F32).sum(), leaves)
+    right = gradients(lambda *x: ops.attention(*x, p=p, stable=F32), xs, all_ones)[1:]
+    assert all(map(torch.equal, one, right))

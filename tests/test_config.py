@@ -16,7 +16,8 @@ OTHER = dict(  # a value that is allowed and not the default, for every setting
     limit=12345, batch=3, accumulate=5, shuffle=False, lr=3.7e-4, beta1=0.85, beta2=0.999, eps=1e-6, weight_decay=0.1,
     clip=0.7, schedule="wsd", warmup=17, final_fraction=0.05, skip_loss_z=4.5, skip_norm_z=5.5, steps=321,
     seed=2**32 - 1, device="cuda:1", eval_every=7, eval_batches=9, sample_every=11, sample_tokens=13, meters_every=3,
-    ledger=False, compile="aot_eager", deterministic=False, threads=2, mfu=True,
+    ledger=False, compile="aot_eager", deterministic=False, threads=2, mfu=True, mirrors=True,
+    probe_every=5, probe_kinds="grad,v", probe_share=8, probe_micro=True,
     save_every=50, keep=3, major=100, save_at_end=False, save_on_stop=False,
     zero_stage=1, zero_fallback=True, rendezvous="tcp://node1:29500", timeout=20.0, start_timeout=60.0, bucket=1.0)
 OPTIONS = {name: (section, f) for name, section, f in settings_of()}
@@ -60,6 +61,7 @@ def test_a_setting_goes_through_toml_alone(option):
     assert [o for o in OTHER if value(c, o) != value(TrainConfig(), o)] == [option]
 
 
+@pytest.mark.filterwarnings("ignore:mirrors=True has no effect")
 def test_all_settings_at_once():
     c = quietly(**OTHER)
     assert from_dict(tomllib.loads(to_toml(c))) == c == from_dict(json.loads(json.dumps(to_dict(c))))

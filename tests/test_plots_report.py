@@ -8,7 +8,8 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from f16lab.archive import closing, log_path, opening
-from f16lab.events import CastRow, EvalRecord, EventRecord, RunEnded, RunStarted, StepRecord, TensorStat
+from f16lab.events import (CastRow, EvalRecord, EventRecord, Histogram, HistogramRecord, RunEnded, RunStarted, StepRecord,
+                           TensorStat)
 from f16lab.report import COLUMNS, EXPLAINED, number, report_html, report_run, table, tag, write_report
 from f16lab.runfile import RunLogError
 from f16lab.runlog import RunLog
@@ -25,7 +26,8 @@ def contender(name, off=0.0, **more):
                      distances=(Distances(0, {"a.weight": 1e-4}, 1e-4),) if off else (), recipe='[run]\nsteps = 40\n', digest="ab" * 32, **more)
 
 
-PAIR = Comparison((contender("f32"), contender("f16", 1e-3, note="a note")), {"run": {"steps": 40}, "profile": {"param": "f32"}},
+LOOK = Histogram("backward", "a", "weight.grad", "f32", -20, (1, 5, 9, 2), zeros=3, amax=1e-5)
+PAIR = Comparison((contender("f32"), contender("f16", 1e-3, note="a note", histograms={39: (LOOK,)})), {"run": {"steps": 40}, "profile": {"param": "f32"}},
                   {"torch": "2.13", "device": "cpu"})
 
 
@@ -67,7 +69,7 @@ def test_the_page_is_whole_and_needs_no_network():
     page = own(report_html(PAIR))
     parsed = Checked(page)
     assert not [v for k, v in parsed.attributes if k in ("src", "href", "action")] and not re.search(r"@import|url\(|https?://", page)
-    assert parsed.tags.count("h2") == 8 + 3 and parsed.tags.count("h1") == 1
+    assert parsed.tags.count("h2") == 9 + 3 and parsed.tags.count("h1") == 1
     assert page.count("Plotly.newPlot") == len(EXPLAINED)
 
 
@@ -96,6 +98,7 @@ def test_runs_in_which_nothing_went_well(broken):
 def test_user_text_is_shown_and_not_run():
     evil = replace(contender(EVIL, 1e-3), note=EVIL, recipe=EVIL, message=EVIL, status="failed", profile=EVIL, digest=EVIL)
     evil = replace(evil, steps=tuple(replace(r, skipped=True, skip_reason=EVIL, casts=(replace(ROW, layer=EVIL, op=EVIL, reason=EVIL),)) for r in evil.steps))
+    evil = replace(evil, histograms={39: (replace(LOOK, layer=EVIL, tensor=EVIL),)})
     page = own(report_html(Comparison((contender("f32"), evil), {EVIL: EVIL}, {EVIL: EVIL}), EVIL))
     parsed, plain = Checked(page), Checked(own(report_html(PAIR)))
     assert parsed.tags.count("script") == plain.tags.count("script") and parsed.tags.count("b") == 0
@@ -133,7 +136,7 @@ def test_report_of_a_folder_equals_the_report_of_the_value(tmp_path):
     for i, c in enumerate(PAIR.contenders):
         with RunLog(log_path(tmp_path, i, c.name)) as log:
             log(opening(c, i, PAIR.config, PAIR.versions))
-            for r in (*c.steps, *c.evals): log(r)
+            for r in (*c.steps, *c.evals, *(HistogramRecord(*look) for look in c.histograms.items())): log(r)
             for r in closing(c, PAIR if i == 0 else None): log(r)
     value = Comparison(tuple(replace(c, distances=()) for c in PAIR.contenders), PAIR.config, PAIR.versions)
     assert report_run(tmp_path) == tmp_path / "report.html"
