@@ -19,10 +19,12 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .accounts import recipe_constants
 from .cast import Ledger
 from .config import TrainConfig
 from .console import facts, print_table, si, table
 from .events import CastRow
+from .ledgers import by_kind, hints
 from .train import Trainer
 
 # %% ../nbs/20h_audit.ipynb #a98908ce
@@ -139,4 +141,9 @@ def show_audit(config: TrainConfig, console: Console) -> int:
     wide = ((where, op, str(n), si(size, "B")) for where, op, n, size in merged_wide(a.wide))
     columns = ("asked for by", "made by", "count", "bytes")
     print_table(console, table("tensors of more than 16 bits", columns, wide, left=2))
+    found = by_kind(hints(a.casts))
+    remarks = [(kind, f"{h.layer or '-'}: {h.words}", str(n), si(size, "B")) for kind, n, size, h in found]
+    if remarks: print_table(console, table("remarks", ("what", "the largest", "such", "all save"), remarks, left=2))
+    lost = [(c.name, f"{c.value:g}", c.problem) for c in recipe_constants(config) if c.problem]
+    if lost: print_table(console, table("constants that are lost", ("name", "value", "problem"), lost, left=3))
     return 0

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GROUPS', 'Timing', 'seconds_of', 'take_turns', 'Case', 'KernelRow', 'copy_case', 'kernel_rows', 'random_tokens',
-           'TrainRow', 'bench_config', 'peak_of', 'noise_weights', 'train_row', 'group_of', 'GroupRow', 'grouped',
-           'step_groups', 'machine_facts', 'bench_document']
+           'TrainRow', 'bench_config', 'noise_weights', 'train_row', 'group_of', 'GroupRow', 'grouped', 'step_groups',
+           'machine_facts', 'bench_document']
 
 # %% ../nbs/20e_bench.ipynb #04126f4c
 import re
@@ -130,7 +130,7 @@ def random_tokens(vocab: int, steps: int, tokens: int) -> Source:
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One profile: medians over its steps, peak memory of its first ones alone, and the loss it ended with."""
+    """One profile: median and quartiles of its steps, peak bytes allocated on the GPU, and the loss it ended with."""
 
     profile: str
     ms: float
@@ -147,13 +147,6 @@ def bench_config(config: TrainConfig, profile: str, steps: int) -> TrainConfig:
     quiet = dict(eval_every=0, sample_every=0, meters_every=0, ledger=False, steps=steps, save_every=0)
     return config.with_(profile=profile, **quiet)
 
-def peak_of(trainer: Trainer, steps: int = 2) -> int:
-    """Peak bytes allocated on the GPU over some steps of a run that has it for itself; 0 on a CPU."""
-    if trainer.device.type != "cuda": return 0
-    torch.cuda.reset_peak_memory_stats(trainer.device)
-    for _ in range(steps): trainer.step()
-    return torch.cuda.max_memory_allocated(trainer.device)
-
 def noise_weights(config: TrainConfig, source: Source) -> dict[str, torch.Tensor]:
     """f32 weights of the model that a recipe names, of the usual size: drawn quickly, the same for every profile."""
     model, draw = fit_model(config.model, source), torch.Generator().manual_seed(0)
@@ -164,15 +157,17 @@ def noise_weights(config: TrainConfig, source: Source) -> dict[str, torch.Tensor
 
 def train_row(config: TrainConfig, profile: str, source: Source, weights: Mapping[str, torch.Tensor], steps: int,
               note: str = "") -> tuple[TrainRow, Trainer]:
-    """A profile on its own: peak memory, then `steps` timed steps; and its trainer, for a closer look."""
-    trainer = Trainer(bench_config(config, profile, steps + 9), source, weights=weights)
+    """A profile on its own: `steps` timed steps and their peak of GPU memory; and its trainer, for a closer look."""
+    trainer = Trainer(bench_config(config, profile, steps + 4), source, weights=weights)
+    on_gpu, times = trainer.device.type == "cuda", []
     for _ in range(2): trainer.step()
-    peak, times = peak_of(trainer), []
+    if on_gpu: torch.cuda.reset_peak_memory_stats(trainer.device)
     for _ in range(steps):
         start = time.perf_counter()
         record = trainer.step()
-        if trainer.device.type == "cuda": torch.cuda.synchronize(trainer.device)
+        if on_gpu: torch.cuda.synchronize(trainer.device)
         times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated(trainer.device) if on_gpu else 0
     t = Timing(profile, tuple(times))
     low, high = t.spread
     speed = record.tokens / t.median
@@ -220,21 +215,16 @@ def grouped(kernels: Sequence[tuple[str, float, int]], wall_ms: float) -> tuple[
     rows.append(GroupRow("idle", wall_ms - busy, (wall_ms - busy) / wall_ms, 0, ""))
     return tuple(sorted(rows, key=lambda r: -r.ms))
 
-def step_groups(trainer: Trainer) -> tuple[GroupRow, ...]:
-    """GPU time of one step by group of kernels; () on a CPU."""
+def step_groups(trainer: Trainer, wall_ms: float) -> tuple[GroupRow, ...]:
+    """GPU time of one step by group of kernels, of a run whose steps take `wall_ms`; () on a CPU."""
     if trainer.device.type != "cuda": return ()
-    trainer.step()
-    start = time.perf_counter()
-    trainer.step()
-    torch.cuda.synchronize(trainer.device)
-    wall = (time.perf_counter() - start) * 1e3
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         trainer.step()
         torch.cuda.synchronize(trainer.device)
     kernels = [(e.key, e.self_device_time_total / 1e3, e.count) for e in seen.key_averages()
                if e.self_device_time_total > 0]
-    return grouped(kernels, wall)
+    return grouped(kernels, wall_ms)
 
 # %% ../nbs/20e_bench.ipynb #b3204f79
 def machine_facts(device: torch.device) -> dict[str, str]:

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['noisy', 'cast_cases', 'parameters_of', 'wide_values', 'step_bytes', 'adamw_case', 'torch_adamw_case', 'adamw_cases',
-           'there_and_back', 'row_cases', 'sum_cases', 'head_cases', 'cross_entropy_case', 'kernel_groups']
+           'there_and_back', 'row_cases', 'sum_cases', 'fused_cases', 'head_cases', 'cross_entropy_case',
+           'kernel_groups']
 
 # %% ../nbs/20f_bench_cases.ipynb #5634dc44
 import math
@@ -129,6 +130,19 @@ def sum_cases(device: torch.device, n: int, config: GPTConfig, rows: int) -> Ite
     yield Case("sums", "embedding gradient bf16", lambda: table_gradient(g, ids, V, BF16), 2 * (rows + V) * C)
     yield Case("sums", "embedding gradient bf16, torch", lambda: back(g, ids, V, -1, False), 2 * (rows + V) * C)
 
+# %% ../nbs/20f_bench_cases.ipynb #abb10fa1
+def fused_cases(device: torch.device, rows: int, C: int) -> Iterator[Case]:
+    """SwiGLU and dropout on [rows, 4C] in f16, both ways, against eager torch."""
+    silu, size = torch.nn.functional.silu, rows * 4 * C * 2
+    x, g = (noisy(rows, 4 * C, p=F16, device=device) for _ in range(2))
+    key = Key.of(1, 2, Purpose.DROPOUT, "bench")
+    yield Case("fused", "SwiGLU f16", lambda: ops.swiglu(x, g, p=F16), 3 * size)
+    yield Case("fused", "SwiGLU f16, torch", lambda: x * silu(g), 3 * size)
+    yield Case("fused", "SwiGLU f16, both ways", there_and_back(lambda x, g: ops.swiglu(x, g, p=F16), x, g), 8 * size)
+    yield Case("fused", "SwiGLU f16, torch, both ways", there_and_back(lambda x, g: x * silu(g), x, g), 8 * size)
+    yield Case("fused", "dropout f16", lambda: ops.dropout(x, 0.1, p=F16, key=key), 2 * size)
+    yield Case("fused", "dropout f16, torch", lambda: torch.nn.functional.dropout(x, 0.1), 2 * size)
+
 # %% ../nbs/20f_bench_cases.ipynb #b5feed9a
 def head_cases(device: torch.device, rows: int, config: GPTConfig) -> Iterator[Case]:
     """Loss and both gradients of the LM head: in chunks in each 16-bit precision, and with all logits at once."""
@@ -160,6 +174,7 @@ def kernel_groups(device: torch.device, model: str = "d12", rows: int = 65_536, 
     config = model_config(model)
     groups = {"casts": lambda: list(cast_cases(device, elements)), "AdamW": lambda: list(adamw_cases(config, device)),
               "rows": lambda: list(row_cases(device, rows, config.channels)),
+              "fused": lambda: list(fused_cases(device, rows, config.channels)),
               "sums": lambda: list(sum_cases(device, elements, config, rows)),
               "head": lambda: list(head_cases(device, rows, config))}
     if device.type == "cuda": groups["cross entropy"] = lambda: [cross_entropy_case(device, rows, config)]

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FORMAT', 'OURS', 'DTYPES', 'ROLES', 'PART', 'byte_view', 'SaveFailed', 'Refused', 'FileEntry', 'sync_folder',
            'write_file', 'tensor_chunks', 'Tag', 'Tagged', 'metadata_of', 'read_tensors', 'later', 'check_tags',
-           'file_name', 'step_of', 'done_steps', 'write_meta', 'Found', 'sha256_of', 'read_meta', 'examine',
-           'check_file', 'newest', 'damage', 'victims', 'remove', 'settle', 'set_aside']
+           'file_name', 'step_of', 'done_steps', 'write_meta', 'Found', 'sha256_of', 'read_meta', 'odd_entry',
+           'examine', 'check_file', 'newest', 'damage', 'victims', 'remove', 'settle', 'set_aside']
 
 # %% ../nbs/13_checkpoint.ipynb #f37a2565
 import hashlib
@@ -222,6 +222,7 @@ class Found:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file; Refused when it is not there or cannot be read."""
+    if path.exists() and not path.is_file(): raise Refused(f"{path.name} is no file")  # reading a pipe may never end
     try:
         with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
     except FileNotFoundError: raise Refused(f"{path.name} is missing") from None
@@ -233,14 +234,29 @@ def read_meta(folder: Path, step: int) -> Mapping[str, Any]:
     ValueError if another version wrote them."""
     done, meta = (folder / file_name(kind, step) for kind in ("DONE", "meta"))
     if not done.exists(): raise Refused(f"{done.name} is missing: it was not finished")
+    if not done.is_file(): raise Refused(f"{done.name} is no file")
     try: word = done.read_bytes()
     except OSError as error: raise Refused(f"{done.name} cannot be read: {error.strerror}") from None
     if len(word) != 64: raise Refused(f"{done.name} holds no SHA-256")
     if sha256_of(meta).encode() != word: raise Refused(f"{meta.name} is not the file that {done.name} vouches for")
-    plain = from_json(meta.read_text(encoding="utf-8"))
+    try: plain = from_json(meta.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error: raise Refused(f"{meta.name} is not JSON: {_first_line(error)}") from None
+    if not isinstance(plain, Mapping): raise Refused(f"{meta.name} holds no table")
     if plain.get("version") != FORMAT: raise ValueError(later(meta, plain.get("version")))
-    if plain["step"] != step: raise Refused(f"{meta.name} is of step {plain['step']}")
+    if plain.get("step") != step: raise Refused(f"{meta.name} is of step {plain.get('step')}")
+    if said := odd_entry(plain, step): raise Refused(f"{meta.name} {said}")
     return plain
+
+def odd_entry(plain: Mapping[str, Any], step: int) -> str:
+    """What a meta file has that none of ours can have, in words; ''. Its hash shows only that nobody changed it later."""
+    world, files = plain.get("world"), plain.get("files")
+    if type(world) is not int or world < 1: return f"has world {world!r}, which is no number of ranks"
+    if not isinstance(files, Mapping): return "has no list of files"
+    for name, entry in files.items():
+        own = PART.match(name)
+        if not own or not own[1] or step_of(name) != step: return f"lists {name!r}, which is no file of this checkpoint"
+        if not (isinstance(entry, list) and list(map(type, entry)) == [str, int]): return f"has no hash and size of {name}"
+    return ""
 
 def examine(folder: str | Path, step: int) -> Found:
     """The checkpoint after `step` steps, every byte checked. Refused if something is missing or damaged, ValueError if

@@ -9,7 +9,7 @@ __all__ = ['TRAIN_HELP', 'TRAIN_EXAMPLES', 'COMPARE_HELP', 'COMPARE_EXAMPLES', '
            'run_command', 'debug_option', 'out_option', 'bands_option', 'nproc_option', 'every_option', 'train',
            'train_command', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command', 'data',
            'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'bench_command', 'bench',
-           'resume_verb', 'inspect_verb', 'verify_verb', 'audit_command', 'audit', 'command', 'main']
+           'resume_verb', 'inspect_verb', 'verify_verb', 'audit_command', 'audit', 'watch_verb', 'command', 'main']
 
 # %% ../nbs/21_cli.ipynb #7fda28a0
 import difflib
@@ -424,6 +424,12 @@ def audit(recipe: str | None, **given: Any) -> int:
     return show_audit(configured(recipe, given), open_console())
 
 # %% ../nbs/21_cli.ipynb #90f42a2c
+def watch_verb() -> click.Command:
+    """f16lab watch."""
+    from f16lab.scripts import watch_command
+    return watch_command(debug_option())
+
+# %% ../nbs/21_cli.ipynb #8e9cb375
 VERBS: Mapping[str, tuple[str, Callable[[], click.Command]]] = {
     "train": ("train a model in one precision profile", train_command),
     "resume": ("go on with a run from its newest checkpoint", resume_verb),
@@ -434,6 +440,7 @@ VERBS: Mapping[str, tuple[str, Callable[[], click.Command]]] = {
     "data": ("turn text into token shards, or check shards", data_command),
     "doctor": ("what this machine can do, and by which path", doctor_command),
     "audit": ("casts and wide tensors of one training step", audit_command),
+    "watch": ("run a PyTorch script as it is, and see its casts and ranges", watch_verb),
     "bench": ("measure kernels or training on this machine", bench_command),
     "report": ("the HTML report of a run or a comparison", report_command)}
 

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SAMPLES', 'WALK', 'TAIL', 'RMS_LIMIT', 'wide', 'uniform', 'exact', 'disturbed', 'terms', 'unit_of', 'spread',
-           'Judged', 'sizes_of_error', 'judged', 'judge', 'to_bits']
+           'Judged', 'sizes_of_error', 'judged', 'distance', 'judge', 'to_bits']
 
 # %% ../nbs/17c_error_model.ipynb #d9716081
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .operators import Seen
 from .precision import F16, F32, F64, Precision
 
 # %% ../nbs/17c_error_model.ipynb #93706154
-SAMPLES, WALK, TAIL = 4, 4.0, 12.0  # disturbed results; c of the random walk; standard deviations allowed inside
+SAMPLES, WALK, TAIL = 4, 16.0, 12.0  # disturbed results; c of the random walk; standard deviations allowed inside
 RMS_LIMIT = 2.0
 
 def wide(x: Tensor | None) -> Tensor | None:
@@ -83,7 +83,8 @@ class Judged:
     worst: float     # largest error over its bound: above 1 is a fault
     rms: float       # of errors over their expected size: above the limit is a fault
     limit: float
-    overflowed: int  # elements that are not finite where y* is, and the inputs are
+    overflowed: int  # elements that are not finite where y* is
+    inherited: float = math.nan  # ‖y* − twin‖ / ‖twin‖: what came in with the inputs, if there is a twin
 
     @property
     def faulty(self) -> bool:
@@ -102,9 +103,10 @@ def sizes_of_error(seen: Seen, made: Tensor, y: Tensor, outside: Sequence[Tensor
     unit = unit_of(seen)
     s, k = y.abs() + spread(outside, y) / unit, terms(seen, y)
     walk = math.sqrt(k) * unit * s
-    if seen.accum is F16: walk = walk + math.sqrt(2 * math.ceil(k / 64)) * 2.0**-11 * s
+    parts = 2 * math.ceil(k / 64) if seen.accum is F16 else 0  # roundings of an f16 accumulator
+    walk = walk + math.sqrt(parts) * 2.0**-11 * s
     within = spread(inside, y) if inside else torch.zeros_like(y)
-    tiny = 2.0**-149 * k  # what f32 itself cannot hold
+    tiny = 2.0**-149 * k + 2.0**-25 * parts  # what f32, or f16, itself cannot hold
     size = (half.square() / 3 + (WALK * walk).square() + within.square()).sqrt()
     return half + WALK * walk + TAIL * within + tiny, size + tiny
 
@@ -122,14 +124,26 @@ def judged(seen: Seen, name: str, made: Tensor, y: Tensor, outside: Sequence[Ten
     away = float(error.norm()) / norm if norm else float(error.norm() > 0)
     return Judged(name, away, worst, rms, RMS_LIMIT + 8 / math.sqrt(max(1, n)), overflowed)
 
-def judge(seen: Seen) -> tuple[Judged, ...]:
-    """All outputs of a call, each against its formula in f64 on the inputs that the operator read."""
+def distance(y: Tensor, twin: Tensor | None) -> float:
+    """‖y − twin‖ / ‖twin‖ in f64; NaN without a twin of the same shape, or if one of them is not finite."""
+    if twin is None or twin.shape != y.shape: return math.nan
+    t = twin.double()
+    norm, away = float(t.norm()), float((y.double() - t).norm())
+    return away / norm if norm else (0.0 if away == 0 else math.inf)
+
+def judge(seen: Seen, twin: Sequence[Tensor | None] | None = None) -> tuple[Judged, ...]:
+    """All outputs of a call, each against its formula in f64 on the inputs that the operator read; `twin`: the same
+    outputs in a run whose inputs are exact as well."""
     inputs, rounds = [wide(x) for x in seen.inputs], seen.rounds
     ys = exact(seen, inputs)
     outside = [disturbed(seen, inputs, i, unit_of(seen), False) for i in range(SAMPLES)]
     inside = [disturbed(seen, inputs, i, 0.0, True) for i in range(2 * SAMPLES)] if rounds else []
-    return tuple(judged(seen, name, made, ys[i], [s[i] for s in outside], [s[i] for s in inside])
-                 for i, (name, made) in enumerate(zip(seen.names, seen.outputs)) if made is not None and ys[i] is not None)
+    found = []
+    for i, (name, made) in enumerate(zip(seen.names, seen.outputs)):
+        if made is None or ys[i] is None: continue
+        one = judged(seen, name, made, ys[i], [s[i] for s in outside], [s[i] for s in inside])
+        found.append(replace(one, inherited=distance(ys[i], twin[i] if twin else None)))
+    return tuple(found)
 
 # %% ../nbs/17c_error_model.ipynb #dc2ed8ea
 def to_bits(x: Tensor, bits: int) -> Tensor:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Line', 'bill', 'Node', 'tree', 'timed_casts', 'Hint', 'megabytes', 'bits', 'repeated_weights', 'round_trips',
-           'widened_to_narrow', 'logits_again', 'hints', 'Mend', 'compared', 'check_budget', 'cast_budget']
+           'widened_to_narrow', 'logits_again', 'hints', 'by_kind', 'Mend', 'compared', 'check_budget', 'cast_budget']
 
 # %% ../nbs/16f_ledgers.ipynb #6be67d98
 import math
@@ -192,12 +192,20 @@ def logits_again(rows: Sequence[CastRow], limit: int = 2) -> list[Hint]:
         out.append(Hint("logits cast again", layer, words, saves))
     return out
 
-
+# %% ../nbs/16f_ledgers.ipynb #fd0136d8
 def hints(rows: Iterable[CastRow]) -> list[Hint]:
     """All remarks about a step's casts, the largest saving first."""
     rows = list(rows)
     found = [h for look in (repeated_weights, round_trips, widened_to_narrow, logits_again) for h in look(rows)]
     return sorted(found, key=lambda h: -h.saves)
+
+
+def by_kind(found: Iterable[Hint]) -> list[tuple[str, int, int, Hint]]:
+    """(kind, how many, bytes saved by all of them, the largest) of remarks, the largest sum first."""
+    kinds: dict[str, list[Hint]] = {}
+    for h in found: kinds.setdefault(h.kind, []).append(h)
+    rows = [(kind, len(hs), sum(h.saves for h in hs), max(hs, key=lambda h: h.saves)) for kind, hs in kinds.items()]
+    return sorted(rows, key=lambda row: -row[2])
 
 # %% ../nbs/16f_ledgers.ipynb #9c1a71a1
 @dataclass(frozen=True)

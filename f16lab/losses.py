@@ -324,7 +324,8 @@ def head_cross_entropy(
     o = _checked((*hidden.shape[:-1], w.shape[0]), targets, classes, rest)
     x, targets = _matrix(hidden), targets.flatten()
     rows = _chunk_rows(chunk, targets.numel(), w.shape[0], x.device.type)
-    called = Called("head_cross_entropy", layer, o.loss_p, p, ("x", "weight"), p, rounds=p.bits < 32 or out.bits < 32)
+    called = Called("head_cross_entropy", layer, o.loss_p, p, ("x", "weight"), p, p.bits < 32 or out.bits < 32,
+                    accum=accum if p.bits <= 16 else F32)
     if _is_plain(p, x.device) and out is p and rows >= x.shape[0]:
         where = dict(layer=layer, op="head_cross_entropy", reason="operand")
         x, w = cast(x, p, operand="x", **where), cast(w, p, operand="weight", **where)

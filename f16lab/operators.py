@@ -185,6 +185,7 @@ class Called:
     reads: Precision | None = None  # operands are rounded to it on entry; None: read as they are
     rounds: bool = False            # whether something is rounded inside
     outputs: tuple[str, ...] = ("output",)  # the differentiable ones
+    accum: Precision = F32          # accumulator of its products
 
 
 def _leaf(x: Tensor | None, need: bool) -> Tensor | None:
@@ -206,7 +207,7 @@ class _Watched(torch.autograd.Function):
         with torch.enable_grad(): ctx.ys = call(*ctx.xs)
         n, values = len(c.outputs), [y.detach() for y in ctx.ys]
         seen = Seen(c.op, c.layer, "forward", c.p, c.outputs, _read(c.reads, tensors), tuple(values[:n]), formula,
-                    rounds=c.rounds)
+                    c.accum, c.rounds)
         ctx.mark_non_differentiable(*values[n:])
         return *shown(seen), *values[n:]
 
@@ -220,7 +221,8 @@ class _Watched(torch.autograd.Function):
         inputs = _read(c.reads, [x if x is None else x.detach() for x in xs])
         return None, None, None, *shown(Seen(
             c.op, c.layer, "backward", c.back, c.operands, (*gs, *inputs), grads,
-            lambda t, inner: derivatives(lambda *a: formula(a, inner), t[: len(gs)], t[len(gs):], needs), rounds=c.rounds))
+            lambda t, inner: derivatives(lambda *a: formula(a, inner), t[: len(gs)], t[len(gs):], needs), c.accum,
+            c.rounds))
 
 def as_watched(call: Callable[..., tuple[Tensor, ...]], formula: Callable[..., Sequence[Tensor]], c: Called,
                *tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -85,6 +85,14 @@ class Room:
         self.runs.append((site, rows, rows * ROW - n))
         return self.flat[start : start + n]
 
+    def put(self, site: int, n: int, x: Tensor) -> None:
+        """Copy the `n` numbers of `x`; a few microseconds quicker than by `take`."""
+        start, rows, shape = self.filled * ROW, -(-n // ROW), x.shape
+        if len(shape) == 2: self.flat.as_strided(shape, (shape[1], 1), start).copy_(x)
+        else: self.flat[start : start + n].view(shape).copy_(x)
+        self.filled += rows
+        self.runs.append((site, rows, rows * ROW - n))
+
     def clear(self) -> None:
         """Empty the room."""
         self.values[: self.filled].zero_()
@@ -210,7 +218,7 @@ class Tally(Sites):
     def copy(self, i: int, x: Tensor) -> None:
         """Copy `x` into the room for site `i`, in pieces that fit."""
         n = x.numel()
-        if n <= self.room.free(): self.room.take(i, n).view(x.shape).copy_(x)
+        if n <= self.room.free(): self.room.put(i, n, x)
         elif self.room.filled: self.flush(), self.copy(i, x)
         else:
             for piece in x.reshape(-1).split(self.room.free()): self.copy(i, piece)

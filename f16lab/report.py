@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['TONE', 'COLUMNS', 'EXPLAINED', 'DETAILS', 'COPY', 'STYLE', 'number', 'tag', 'table', 'dot', 'verdict_card',
-           'summary_table', 'figure_html', 'figure_sections', 'folded', 'casts_details', 'tensor_details', 'recipes',
-           'flat', 'settings_section', 'lead', 'report_body', 'report_html', 'write_report', 'report_run']
+           'summary_table', 'figure_html', 'figure_sections', 'folded', 'casts_details', 'tensor_details',
+           'scale_details', 'recipes', 'flat', 'settings_section', 'lead', 'report_body', 'report_html', 'write_report',
+           'report_run']
 
 # %% ../nbs/18a_report.ipynb #a6ead069
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from .archive import read_comparison
+from .cockpit import cockpit
 from .plots import CAST_COLUMNS, TENSOR_COLUMNS, color_of, figures, tensor_rows, top_casts
 from .verdict import Comparison, Contender, Verdict, summary, verdicts
 
@@ -146,7 +149,16 @@ def tensor_details(comparison: Comparison) -> str:
     found = ((c, tensor_rows(c, 8)) for c in comparison.contenders)
     return "".join(folded(f"Tensors of {c.name}, lowest efficiency first", heads, rows, 1) for c, rows in found)
 
-DETAILS = {"casts": casts_details, "efficiency": tensor_details}
+def scale_details(comparison: Comparison) -> str:
+    """What the loss scale of each contender that has one looks like, in words."""
+    def judged(c: Contender) -> str:
+        seat = cockpit([replace(r, histograms=c.histograms.get(r.step, ())) for r in c.steps])
+        return tag("p", tag("b", escape(c.name)), f": loss scale {seat.verdict}. {escape(seat.words)}", class_="note")
+
+    scaled = [c for c in comparison.contenders if any(r.loss_scale != 1 for r in c.steps)]
+    return "".join(map(judged, scaled))
+
+DETAILS = {"casts": casts_details, "efficiency": tensor_details, "norm": scale_details}
 
 # %% ../nbs/18a_report.ipynb #dc603dcb
 COPY = "navigator.clipboard.writeText(this.nextElementSibling.textContent)"

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,7 @@ class WatchSettings:
     every: int = 1           # of so many optimizer steps one is looked at
     share: int = 1           # one row in so many is counted; 1: every element
     strict: bool = False     # an implicit promotion is an error that names its line
+    only: str = "*"          # class names of roots, with * and ?, for a watch without modules
 
     def __post_init__(self):
         if self.every < 1 or self.share < 1: raise ValueError(f"every={self.every}, share={self.share}: give 1 or more")
@@ -184,7 +186,8 @@ class WatchHooks(WatchState):
 
     def adopt(self, module: nn.Module) -> str | None:
         """The name of a root that was not known, in a watch that takes any."""
-        if not self.paths.takes_any or self.trail.stack: return None
+        if not self.paths.takes_any or self.trail.stack or not fnmatchcase(type(module).__name__, self.settings.only):
+            return None
         if is_compiled(module):
             self.notes[f"{type(module).__name__} is compiled by torch.compile: nothing inside it was seen"] = None
             return None
@@ -290,11 +293,12 @@ def watch(
     every: int = 1,            # look at one optimizer step in so many
     share: int = 1,            # count one row in so many; 1: every element
     scaler: Any = None,        # a GradScaler, to take its scale off the gradients (`Seen.unscaled`)
-    strict: bool = False       # make an implicit promotion an error that names its line
+    strict: bool = False,      # make an implicit promotion an error that names its line
+    only: str = "*"            # without modules: roots of these classes alone, with * and ?
 ) -> Watch:
     """Context manager: look into ordinary PyTorch code, `with watch(model) as w: …; seen = w.take()`. No bit changes.
 
     NotImplementedError for a compiled module. Of what lies between two calls of `take` all is added up."""
     for m in modules:
         if not isinstance(m, nn.Module): raise ValueError(f"watch() looks into modules, not into {type(m).__name__}")
-    return Watch(modules, WatchSettings(histograms, ledger, every, share, strict), scaler)
+    return Watch(modules, WatchSettings(histograms, ledger, every, share, strict, only), scaler)

@@ -334,3 +334,41 @@ def test_settling_removes_what_was_cut_short_and_moves_what_is_of_another_future
         "aside_00000002",
         "aside_00000002-1",
     }
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (b'{"version": 1, "st', "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[1, 2]", "holds no table"),
+        (b'{"version": 1}', "is of step None"),
+        (b'{"version": 1, "step": 2, "files": {}}', "has world None"),
+        (b'{"version": 1, "step": 2, "world": -1, "files": {}}', "has world -1"),
+        (b'{"version": 1, "step": 2, "world": "two", "files": {}}', "has world 'two'"),
+        (b'{"version": 1, "step": 2, "world": 1}', "has no list of files"),
+        (b'{"version": 1, "step": 2, "world": 1, "files": {"../model_00000002.safetensors": ["0", 1]}}', "no file of"),
+        (b'{"version": 1, "step": 2, "world": 1, "files": {"model_00000001.safetensors": ["0", 1]}}', "no file of"),
+        (b'{"version": 1, "step": 2, "world": 1, "files": {"model_00000002.safetensors": 5}}', "has no hash and size"),
+    ],
+)
+def test_a_meta_file_with_a_good_hash_and_a_bad_text_is_refused(tmp_path, text, said):
+    write(tmp_path, 1), write(tmp_path, 2)
+    entry = write_file(tmp_path / file_name("meta", 2), [text])
+    write_file(tmp_path / file_name("DONE", 2), [entry.sha256.encode()])
+    found, [refused] = newest(tmp_path)
+    assert found.step == 1 and refused.startswith("checkpoint 2 refused: meta_00000002.json") and said in refused
+
+
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(tmp_path):
+    write(tmp_path, 1)
+    for kind in ("model", "meta", "DONE"):
+        for make in (os.mkfifo, os.mkdir):
+            write(tmp_path, 2)
+            path = tmp_path / file_name(kind, 2)
+            path.unlink()
+            make(path)
+            found, [refused] = newest(tmp_path)
+            assert found.step == 1 and path.name in refused
+            path.unlink() if make is os.mkfifo else path.rmdir()

@@ -203,6 +203,14 @@ def test_runner_runs_away_from_the_notebook_and_honours_flags(project):
     assert not run(path, flags="gpu").ok
 
 
+def test_runner_skips_a_notebook_whose_packages_are_not_installed_and_says_so(project, capsys):
+    path = project("a = 1", "assert False, 'it ran'", first_lesson="#| needs json no_such_package\nimport no_such_package")
+    outcome = run(path)
+    assert outcome.ok and outcome.text.strip() == "skipped: no_such_package is not installed"
+    nb.report([outcome])
+    assert "skipped: no_such_package is not installed" in capsys.readouterr().out
+
+
 def test_runner_names_the_cell_that_fails(project):
     outcome = run(project("a = 1", "b = a + 1\nassert b == 3, f'{b} is not 3'", later="print('never')"))
     assert not outcome.ok and outcome.name == "nbs/00_mini.ipynb"
