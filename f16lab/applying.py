@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RULES', 'fits_conv', 'fits_embedding', 'Rule', 'last_axis', 'rule_by_looks', 'general_slot', 'store_parameter',
-           'names_of', 'check_module', 'find_head', 'Converted', 'LeftAlone', 'Applied', 'convert_module', 'all_f32',
-           'why_left', 'apply_profile']
+           'names_of', 'check_module', 'find_head', 'Converted', 'LeftAlone', 'Applied', 'plain_kind', 'convert_module',
+           'all_f32', 'why_left', 'apply_profile']
 
 # %% ../nbs/19e_applying.ipynb #7718657c
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from .nn import Layer, check_constant
 from .precision import F32, Precision, accumulator
 from .profile import PrecisionProfile, check_tied, storage_of, warn_unmatched
 from .stand_ins import (Conv2dIn, DropoutIn, EmbeddingIn, LayerNormIn, LinearIn, Where, bounded, conv1d_in,
-                              elementwise, rms_norm_in, stand_in_for, with_forward)
+                              elementwise, rms_norm_in, stand_in_for, twin_of, with_forward)
 
 # %% ../nbs/19e_applying.ipynb #277e61d0
 def fits_conv(m: nn.Conv2d) -> bool:
@@ -175,22 +175,26 @@ class Applied:
         return [(*key, n) for key, n in rows.items()]
 
 # %% ../nbs/19e_applying.ipynb #bbff82eb
+def plain_kind(m: nn.Module) -> type[nn.Module]:
+    """The class whose forward a module runs: a subclass of nn.Linear that has no forward of its own is an nn.Linear."""
+    return next(c for c in type(m).__mro__ if "forward" in vars(c) or c is nn.Module)
+
+
 def convert_module(m: nn.Module, where: Where, slots: Mapping[type[nn.Module], str]) -> str:
     """Give a module its twin; returns what was done, '' if nothing was."""
-    kind = type(m)
+    kind = plain_kind(m)
+    if "forward" in m.__dict__: return ""
     if kind is nn.MultiheadAttention: return convert_attention(m, where)
     if is_hugging_face_attention(m): return convert_hugging_face(m, where)
     if kind is nn.TransformerEncoderLayer and not all_f32(m):
         stand_in_for(m, TransformerEncoderLayerIn, where)
         return f"sums and activation in {where.p.compute}"
     if kind is nn.TransformerEncoder and not all_f32(m): m.enable_nested_tensor = m.use_nested_tensor = False
-    if isinstance(m, nn.Linear) and kind.__name__ == "NonDynamicallyQuantizableLinear": kind = nn.Linear
-    rule = None if kind in slots else RULES.get(kind) or rule_by_looks(m)
+    rule = None if type(m) in slots else RULES.get(kind) or rule_by_looks(m)
     if rule is not None and rule.fits(m):
         if rule.slot == "stable" and hasattr(m, "eps") and m.eps is not None:
             check_constant(m.eps, accumulator(where.p.stable), f"{where.path}.eps")
-        twin = rule.twin if issubclass(rule.twin, type(m)) else with_forward(type(m), rule.twin.forward)
-        stand_in_for(m, twin, where)
+        stand_in_for(m, twin_of(rule.twin, type(m)), where)
         logits = f", logits in {where.p.stable}" if where.head else ""
         return f"{rule.what} in {getattr(where.p, rule.slot)}{logits}"
     slot = general_slot(m, slots)
@@ -208,6 +212,7 @@ def why_left(m: nn.Module, stored: Precision) -> str:
     """The reason why a module runs as it was written."""
     own = [name for name, p in m._parameters.items() if p is not None]
     home = type(m).__module__
+    if "forward" in m.__dict__: return f"its forward was replaced on the object itself; parameters stored in {stored}"
     if hasattr(m, "where_"): return f"unknown layer: computed in f32 as written, its parameters stored in {stored}"
     if own: return f"own code with parameters {', '.join(own)} (stored in {stored}): torch's promotion decides"
     if home == "torch.nn.modules.container" or home.endswith((".flatten", ".padding", ".pooling", ".linear")):

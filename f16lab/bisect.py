@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Place', 'OperatorRow', 'Counted', 'twin_profile', 'twin_outputs', 'judged_store', 'Update', 'updates',
-           'judged_update', 'judged_weights', 'Bisection', 'Judges', 'bisect']
+           'judged_update', 'judged_weights', 'Bisection', 'held_in', 'Judges', 'bisect']
 
 # %% ../nbs/17d_bisect.ipynb #6431d665
 import math
@@ -211,6 +211,10 @@ class _Enough(Exception):
     """The first fault is found."""
 
 # %% ../nbs/17d_bisect.ipynb #d08d27ff
+def held_in(p: Precision, y: Tensor) -> Precision:
+    """The coarsest precision that a result in `p` goes through on its way to `y`."""
+    return min((p, Precision.of(y)), key=lambda q: (q.mantissa_bits, q.exponent_bits))
+
 class Judges:
     """Judges each call of a step, while it watches."""
 
@@ -222,7 +226,8 @@ class Judges:
         """A watcher: changes nothing."""
         places = {place.name: place for place in self.count(seen)}
         found = judge(seen, [self.twins.get(place) for place in places.values()] if self.twins else None)
-        for j in found: self.add(OperatorRow(len(self.rows), places[j.name], seen.p.tag, j))
+        stored = {name: held_in(seen.p, y) for name, y in zip(seen.names, seen.outputs) if y is not None}
+        for j in found: self.add(OperatorRow(len(self.rows), places[j.name], stored[j.name].tag, j))
 
     def add(self, row: OperatorRow) -> None:
         """One more row."""

@@ -240,7 +240,8 @@ def read_meta(folder: Path, step: int) -> Mapping[str, Any]:
     if len(word) != 64: raise Refused(f"{done.name} holds no SHA-256")
     if sha256_of(meta).encode() != word: raise Refused(f"{meta.name} is not the file that {done.name} vouches for")
     try: plain = from_json(meta.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error: raise Refused(f"{meta.name} is not JSON: {_first_line(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{meta.name} is not JSON: {_first_line(error)}") from None
     if not isinstance(plain, Mapping): raise Refused(f"{meta.name} holds no table")
     if plain.get("version") != FORMAT: raise ValueError(later(meta, plain.get("version")))
     if plain.get("step") != step: raise Refused(f"{meta.name} is of step {plain.get('step')}")
@@ -248,14 +249,15 @@ def read_meta(folder: Path, step: int) -> Mapping[str, Any]:
     return plain
 
 def odd_entry(plain: Mapping[str, Any], step: int) -> str:
-    """What a meta file has that none of ours can have, in words; ''. Its hash shows only that nobody changed it later."""
+    """What a meta file has that none of ours can have, in words; ''. A hash says only that nobody changed it since."""
     world, files = plain.get("world"), plain.get("files")
     if type(world) is not int or world < 1: return f"has world {world!r}, which is no number of ranks"
     if not isinstance(files, Mapping): return "has no list of files"
     for name, entry in files.items():
         own = PART.match(name)
-        if not own or not own[1] or step_of(name) != step: return f"lists {name!r}, which is no file of this checkpoint"
-        if not (isinstance(entry, list) and list(map(type, entry)) == [str, int]): return f"has no hash and size of {name}"
+        if not own or not own[1] or step_of(name) != step: return f"lists {name!r}, which is no file of it"
+        if not isinstance(entry, list) or [type(x) for x in entry] != [str, int]:
+            return f"has no hash and size of {name}"
     return ""
 
 def examine(folder: str | Path, step: int) -> Found:

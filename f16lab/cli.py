@@ -9,7 +9,8 @@ __all__ = ['TRAIN_HELP', 'TRAIN_EXAMPLES', 'COMPARE_HELP', 'COMPARE_EXAMPLES', '
            'run_command', 'debug_option', 'out_option', 'bands_option', 'nproc_option', 'every_option', 'train',
            'train_command', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command', 'data',
            'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'bench_command', 'bench',
-           'resume_verb', 'inspect_verb', 'verify_verb', 'audit_command', 'audit', 'watch_verb', 'command', 'main']
+           'resume_verb', 'inspect_verb', 'replay_verb', 'bisect_verb', 'travel_verb', 'verify_verb', 'audit_command',
+           'audit', 'watch_verb', 'command', 'main']
 
 # %% ../nbs/21_cli.ipynb #7fda28a0
 import difflib
@@ -222,7 +223,7 @@ def contest(config: Any, names: str, texts: tuple[str, ...], out: str | None, ba
     from f16lab.config import warn_idle
     from f16lab.contest import contenders, run_contest
     from f16lab.running import new_folder
-    warn_idle(config.checkpoint, ("save_every",), "a comparison keeps no checkpoints")
+    warn_idle(config.checkpoint, ("save_every", "capsule_at", "digest_every"), "a comparison keeps no checkpoints")
     found = contenders(names, texts)
     return run_contest(config, found, Path(out) if out else new_folder(label), open_console(), bands, every)
 
@@ -379,9 +380,13 @@ def bench(what: str, profiles: str, only: tuple[str, ...], rounds: int, out: str
     """Measure, print, write."""
     from f16lab.bench_run import show_kernel_bench, show_train_bench
     from f16lab.options import configured
+    from f16lab.profile import PrecisionProfile
     config, page = configured(None, options), Path(out) if out else None
     if what == "train":
         names = [name.strip() for name in profiles.split(",") if name.strip()]
+        if only: raise ValueError("--only is for `bench kernels`; for train give --profiles A,B")
+        if not names: raise ValueError(f"--profiles {profiles!r}: give at least one, such as f32,f16")
+        for name in names: PrecisionProfile.parse(name)  # a wrong name is said before anything is measured
         return show_train_bench(config, names, rounds, page, open_console())
     return show_kernel_bench(config.run.device, only, rounds, page, open_console())
 
@@ -395,6 +400,21 @@ def inspect_verb() -> click.Command:
     """f16lab inspect."""
     from f16lab.saved_runs import inspect_command
     return inspect_command(debug_option())
+
+def replay_verb() -> click.Command:
+    """f16lab replay."""
+    from f16lab.step_commands import replay_command
+    return replay_command(debug_option())
+
+def bisect_verb() -> click.Command:
+    """f16lab bisect."""
+    from f16lab.step_commands import bisect_command
+    return bisect_command(debug_option())
+
+def travel_verb() -> click.Command:
+    """f16lab travel."""
+    from f16lab.step_commands import travel_command
+    return travel_command(debug_option())
 
 def verify_verb() -> click.Command:
     """f16lab verify."""
@@ -437,6 +457,9 @@ VERBS: Mapping[str, tuple[str, Callable[[], click.Command]]] = {
     "demo": ("a comparison with everything chosen, in two or three minutes", demo_command),
     "inspect": ("what is in a checkpoint, and whether it is whole", inspect_verb),
     "verify": ("prove that a run resumes with the same bits", verify_verb),
+    "travel": ("the state of a run before any of its steps, proven", travel_verb),
+    "replay": ("a step again: as it was, and under other profiles", replay_verb),
+    "bisect": ("the first operator of a step that errs too much", bisect_verb),
     "data": ("turn text into token shards, or check shards", data_command),
     "doctor": ("what this machine can do, and by which path", doctor_command),
     "audit": ("casts and wide tensors of one training step", audit_command),

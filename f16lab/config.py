@@ -218,9 +218,11 @@ class CheckpointSettings:
     major: int = setting(0, "checkpoints at multiples of this step stay as well (0: none)")
     save_at_end: bool = setting(True, "a checkpoint after the last step, if there are checkpoints")
     save_on_stop: bool = setting(True, "a checkpoint when the run is stopped, if there are checkpoints")
+    capsule_at: int = setting(-1, "a step to keep as a capsule, from which it can be taken again (-1: none)")
+    digest_every: int = setting(0, "steps between digests of the whole state in the run log (0: none)")
 
     def __post_init__(self):
-        check_section(self, save_every=0, keep=0, major=0)
+        check_section(self, save_every=0, keep=0, major=0, capsule_at=-1, digest_every=0)
         if not self.keep: warn_idle(self, ("major",), "keep=0 keeps every checkpoint")
         if not self.save_every: warn_idle(self, ("save_at_end",), "save_every=0")
 

@@ -104,11 +104,11 @@ def sizes_of_error(seen: Seen, made: Tensor, y: Tensor, outside: Sequence[Tensor
     s, k = y.abs() + spread(outside, y) / unit, terms(seen, y)
     walk = math.sqrt(k) * unit * s
     parts = 2 * math.ceil(k / 64) if seen.accum is F16 else 0  # roundings of an f16 accumulator
-    walk = walk + math.sqrt(parts) * 2.0**-11 * s
+    partial = math.sqrt(parts) * 2.0**-11.8 * s  # an ulp of f16 is at most 2^-10 of a number, its error ulp/√12
     within = spread(inside, y) if inside else torch.zeros_like(y)
     tiny = 2.0**-149 * k + 2.0**-25 * parts  # what f32, or f16, itself cannot hold
-    size = (half.square() / 3 + (WALK * walk).square() + within.square()).sqrt()
-    return half + WALK * walk + TAIL * within + tiny, size + tiny
+    size = (half.square() / 3 + (WALK * walk).square() + within.square() + partial.square()).sqrt()
+    return half + WALK * walk + TAIL * (within + partial) + tiny, size + tiny
 
 # %% ../nbs/17c_error_model.ipynb #bb288e90
 def judged(seen: Seen, name: str, made: Tensor, y: Tensor, outside: Sequence[Tensor], inside: Sequence[Tensor]) -> Judged:

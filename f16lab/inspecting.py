@@ -33,6 +33,7 @@ def chosen(path: str | Path) -> tuple[Path, int | None]:
 
 def chosen_step(folder: Path, step: int | None) -> int:
     """The step a user named (None: the newest), if there is a checkpoint; ValueError with those that are there."""
+    if not folder.is_dir(): raise ValueError(f"{folder}: no such folder; give the folder of a run")
     there = done_steps(folder)
     if step in there or (step is None and there): return there[-1] if step is None else step
     shown = f"it has {', '.join(map(str, there))}" if there else "it has none; save some with --save-every N"

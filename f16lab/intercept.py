@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TORCH', 'OURS', 'KNOWN', 'SeenCast', 'foreign_frame', 'line_of', 'call_text', 'is_written', 'Trail', 'differ',
            'widened', 'operator_name', 'operand_name', 'promotion_text', 'Asked', 'autocast_depth', 'asking_frame',
-           'why', 'asked_by', 'CastCounts', 'seen_row', 'CastNotes', 'CastWatch']
+           'why', 'asked_by', 'storage_number', 'CastCounts', 'seen_row', 'CastNotes', 'CastWatch']
 
 # %% ../nbs/19a_intercept.ipynb #8884e049
 import ast
@@ -194,6 +194,12 @@ def asked_by(trail: Trail, notes: dict[int, Asked], frame: FrameType) -> Asked:
     return Asked(trail.of(number), "backward", line, reason, name, "grad")
 
 # %% ../nbs/19a_intercept.ipynb #9315b178
+def storage_number(t: Tensor) -> int:
+    """What tells a tensor's memory from another's; 0 for a tensor that has none of its own (sparse, nested …)."""
+    try: return t.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError): return 0
+
+# %% ../nbs/19a_intercept.ipynb #87bcc9e3
 class CastCounts:
     """Equal casts counted, each named after the operator that reads it."""
 
@@ -203,16 +209,20 @@ class CastCounts:
         self.counts: dict[tuple, int] = {}         # (phase, asked, shape, from, to, moves bytes) → how many
         self.notes: dict[int, Asked] = {}          # number of a node → who asked, for its backward
         self.waiting: dict[int, tuple] = {}        # storage → (operators so far, phase, asked, …, number of the node)
-        self.operators = 0
+        self.operators, self.more = 0, 0           # more: casts of kinds beyond the limit
 
     def add(self, phase: str, asked: Asked, t: Tensor, to: torch.dtype, moves: bool = True) -> None:
         """Count one cast of `t`."""
-        key = phase, asked, tuple(t.shape), t.dtype, to, moves
-        self.counts[key] = self.counts.get(key, 0) + 1
+        self.count((phase, asked, tuple(t.shape), t.dtype, to, moves))
+
+    def count(self, key: tuple) -> None:
+        """One more of this kind."""
+        if key in self.counts or len(self.counts) < self.LIMIT: self.counts[key] = self.counts.get(key, 0) + 1
+        else: self.more += 1
 
     def wait(self, out: Tensor, *row: Any) -> None:
         """A cast whose result is `out`; `row`: phase, who asked, source, number of its node (-1: none)."""
-        storage = out.untyped_storage()._cdata
+        storage = storage_number(out)
         self.settle(storage, "cast", "x")  # of a tensor that is gone, in whose place this one was put
         self.waiting[storage] = (self.operators, out.dtype, *row)
 
@@ -226,7 +236,7 @@ class CastCounts:
         self.operators += 1
         for i, t in enumerate(args[0] if func is _aten.cat.default else args):
             if not isinstance(t, Tensor): continue
-            self.settle(t.untyped_storage()._cdata, operator_name(func), operand_name(func, i))
+            self.settle(storage_number(t), operator_name(func), operand_name(func, i))
         for storage in [k for k, row in self.waiting.items() if self.operators - row[0] > self.PATIENCE]:
             self.settle(storage, "cast", "x")
 
@@ -236,8 +246,7 @@ class CastCounts:
         _, to, phase, asked, source, number = row
         asked = asked if asked.op else asked._replace(op=op, operand=operand)
         self.note(number, asked)
-        key = phase, asked, *source, to, True
-        self.counts[key] = self.counts.get(key, 0) + 1
+        self.count((phase, asked, *source, to, True))
 
 # %% ../nbs/19a_intercept.ipynb #859feb33
 def seen_row(key: tuple, count: int) -> SeenCast:
@@ -285,7 +294,7 @@ class CastNotes:
 
     def clear(self) -> None:
         """Forget what was counted, keep listening."""
-        self.seen.waiting, self.seen.counts = {}, {}
+        self.seen.waiting, self.seen.counts, self.seen.more = {}, {}, 0
 
 # %% ../nbs/19a_intercept.ipynb #93571a36
 class CastWatch(TorchDispatchMode, CastNotes):

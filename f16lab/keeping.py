@@ -6,6 +6,7 @@
 __all__ = ['AFTER', 'MOST', 'Held', 'held', 'state_at', 'skipped_step', 'how_to', 'Keeper']
 
 # %% ../nbs/17f_keeping.ipynb #4f6da3e8
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,6 +57,10 @@ class Keeper:
     """Keeps steps of a run as capsules in its folder; `fingerprints`: steps between digests, 0: none."""
 
     def __init__(self, trainer: Trainer, folder: str | Path, at: int = -1, fingerprints: int = 0):
+        if trainer.optimizer.world > 1 and (at >= 0 or fingerprints):
+            warnings.warn("capsule_at and digest_every have no effect where ranks share the optimizer's state: `f16lab travel` "
+                          "makes a capsule of any step from a checkpoint", stacklevel=2)
+            at, fingerprints = -1, 0
         self.trainer, self.folder, self.at, self.fingerprints = trainer, Path(folder), {at} - {-1}, fingerprints
         self.before = held(trainer)
         self.bad: tuple[Held, Held, StepRecord] | None = None  # the first of the skipped steps in a row
@@ -73,11 +78,10 @@ class Keeper:
         self.before, step = held(self.trainer), self.trainer.step_number
         if step not in self.at: return
         self.at.discard(step)
-        yield self.write(capsule_of(self.trainer, "asked for") if self.trainer.optimizer.world == 1 else None, "asked for")
+        yield self.write(capsule_of(self.trainer), "asked for")
 
-    def write(self, capsule: Capsule | None, why: str) -> EventRecord:
+    def write(self, capsule: Capsule, why: str) -> EventRecord:
         """Write a capsule; the event that tells of it."""
-        if capsule is None: return EventRecord(self.before.step, "capsule", self.ask())
         path = folder_of(self.folder, capsule.step)
         try: save_capsule(capsule, path)
         except (SaveFailed, OSError) as error: return EventRecord(self.before.step, "capsule", f"not written: {error}")

@@ -340,7 +340,8 @@ class RunProbe(RunSites):
     def rest(self, g: GroupLook, record: StepRecord) -> None:
         """Gradients, moments and updates of one group."""
         held, later = g.group, record.step + 2
-        seen = (("grad", "backward", held.grads.flat, later), ("m", "update", held.m, record.step),
+        part = held.own if self.trainer.config.parallel.stage else slice(None)  # where gradients were reduced
+        seen = (("grad", "backward", held.grads.flat[part], later), ("m", "update", held.m, record.step),
                 ("v", "update", held.v, later))
         for kind, phase, flat, turn in seen:
             if kind in self.look.kinds: g.see(self.tally, kind, phase, flat, self.key, turn)

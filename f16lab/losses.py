@@ -292,12 +292,12 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return *out, None, None, None, None
 
 # %% ../nbs/06e_losses.ipynb #d8d46dbe
-def _chunk_rows(chunk: int | None, rows: int, columns: int, kind: str = "cpu") -> int:
-    """`chunk`; by default all rows up to 64 Mi logits (GPU: up to 512 Mi, in equal chunks); at least 1."""
+def _chunk_rows(chunk: int | None, rows: int, columns: int, kind: str = "cpu", bits: int = 16) -> int:
+    """`chunk`; by default all rows up to 64 Mi logits (GPU: up to 1 GiB of them, in equal chunks); at least 1."""
     if chunk is not None and chunk < 1: raise ValueError(f"head_cross_entropy: chunk={chunk}; it must be 1 row or more")
     if chunk is not None: return chunk
     if kind == "cpu": return max(1, min(rows, 2**26 // columns))
-    chunks = max(1, -(-rows * columns // 2**29))
+    chunks = max(1, -(-rows * columns * bits // 2**33))
     return max(1, -(-rows // chunks // 128) * 128)
 
 # %% ../nbs/06e_losses.ipynb #6ab75293
@@ -323,7 +323,7 @@ def head_cross_entropy(
     rest = dict(loss_p=loss_p or out, weight=weight, scale=scale, ignore_index=ignore_index)
     o = _checked((*hidden.shape[:-1], w.shape[0]), targets, classes, rest)
     x, targets = _matrix(hidden), targets.flatten()
-    rows = _chunk_rows(chunk, targets.numel(), w.shape[0], x.device.type)
+    rows = _chunk_rows(chunk, targets.numel(), w.shape[0], x.device.type, out.bits)
     called = Called("head_cross_entropy", layer, o.loss_p, p, ("x", "weight"), p, p.bits < 32 or out.bits < 32,
                     accum=accum if p.bits <= 16 else F32)
     if _is_plain(p, x.device) and out is p and rows >= x.shape[0]:

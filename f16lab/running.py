@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOG', 'RECIPE', 'ELSEWHERE', 'HOLDS_A_RUN', 'runs_folder', 'new_folder', 'label_of', 'check_folder', 'headline',
-           'checkpoint_words', 'rank_row', 'memory_row', 'utilisation_row', 'out_of_memory', 'failure', 'command_words',
-           'follow', 'opened_log', 'begin', 'resumed_rows', 'nothing_left', 'Told', 'stop_code', 'last_words', 'assist',
-           'lead', 'train_run', 'on_ranks']
+           'checkpoint_words', 'rank_row', 'memory_row', 'utilisation_row', 'asked_for', 'built_trainer',
+           'out_of_memory', 'failure', 'command_words', 'asked', 'follow', 'opened_log', 'begin', 'resumed_rows',
+           'nothing_left', 'Told', 'stop_code', 'last_words', 'assist', 'lead', 'train_run', 'on_ranks']
 
 # %% ../nbs/20c_running.ipynb #59cd4177
 import os
@@ -15,7 +15,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,18 +29,19 @@ from .archive import library_versions
 from .checkpoint import SaveFailed, done_steps, write_file
 from .config import TrainConfig, to_dict, to_toml
 from .console import Display, RunFailed, facts, print_table, sentence, si, stopping, tally_rows
-from .events import Bus, EventRecord, RunEnded, RunResumed, RunStarted
+from .events import Bus, EventRecord, RunEnded, RunResumed, RunStarted, StepRecord
 from .grads import TooManySkips
+from .keeping import Keeper
 from .launcher import launch_ranks
 from .nn import named_parameters_once
 from .origin import probed
 from .parallel import RankFailed, Ranks
 from .profile import PrecisionProfile, preset_name
-from .rendezvous import joined
+from .rendezvous import RendezvousError, joined
 from .resume import Resumed, keep_in, resume
 from .runfile import RunLogError, is_live
 from .runlog import Command, RunLog, RunReader
-from .train import Trainer, steps
+from .train import Trainer, answer, steps
 from .watch import STORE_GONE
 
 # %% ../nbs/20c_running.ipynb #4890ebcb
@@ -117,6 +119,20 @@ def utilisation_row(trainer: Trainer) -> list[tuple[str, str]]:
     return [("utilisation", f"{flops} a token × tokens a second / {peak} ({trainer.peak.source})")]
 
 # %% ../nbs/20c_running.ipynb #ba566a39
+def asked_for(error: Exception) -> str:
+    """How much memory was asked for in vain, in words; '' if the error does not say."""
+    size = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+    return f" (asked for {size[1]} more)" if size else ""
+
+def built_trainer(config: TrainConfig, **more: Any) -> Trainer:
+    """A trainer; RunFailed in words if its weights and state do not fit into memory."""
+    try: return Trainer(config, **more)
+    except Exception as error:
+        if not out_of_memory(error): raise
+        raise RunFailed(f"out of memory{asked_for(error)} before the first step: weights, gradients and moments of "
+                        f"--model {config.model.name} do not fit; take a smaller one, fewer bytes a parameter "
+                        "(--all-f16), or share the moments: --nproc N --zero-stage 1") from error
+
 def out_of_memory(error: Exception) -> bool:
     """Whether an error is about memory, on a GPU or on the CPU."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
@@ -125,8 +141,7 @@ def failure(error: Exception, config: TrainConfig) -> str:
     """One line on what ended a run, with a remedy for memory."""
     if isinstance(error, (TooManySkips, RunLogError, SaveFailed, RankFailed, OSError)): return sentence(error)
     if not out_of_memory(error): return f"{type(error).__name__}: {sentence(error)} (--debug shows where)"
-    d, size = config.data, re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-    asked = f" (asked for {size[1]} more)" if size else ""
+    d, asked = config.data, asked_for(error)
     if d.batch == 1: return f"out of memory{asked} with one sequence: take a smaller --model or a shorter --context"
     return (f"out of memory{asked}: --batch {d.batch // 2} --accumulate {d.accumulate * 2} trains on the same samples a step "
             f"with about half the activations (now --batch {d.batch} --accumulate {d.accumulate})")
@@ -139,14 +154,28 @@ def command_words(command: Command) -> tuple[str, str]:
     return command.kind, "" if value is None else str(value)
 
 # %% ../nbs/20c_running.ipynb #31115b97
-def follow(trainer: Trainer, log: RunLog) -> Iterator[Any]:
+def asked(trainer: Trainer, log: RunLog, keeper: Keeper, tell: Callable[[EventRecord], None]) -> Iterator[tuple[str, str]]:
+    """The commands of a run between two steps; a capsule that is asked for is the keeper's business."""
+    for verb, argument in map(command_words, log.commands()):
+        if verb == "capsule": answer(trainer, keeper.ask())
+        else: yield verb, argument
+    for event in keeper.before_step(): tell(event)
+
+def follow(trainer: Trainer, log: RunLog, keeper: Keeper) -> Iterator[Any]:
     """The records of a run; whatever ends it, the log says so. RunFailed when the run cannot go on."""
+    told: deque[EventRecord] = deque()
+    def tell(event: EventRecord) -> None:
+        trainer.bus.emit(event)
+        told.append(event)
     try:
-        for record in steps(trainer, lambda: map(command_words, log.commands())):
+        for record in steps(trainer, lambda: asked(trainer, log, keeper, tell)):
             yield record
+            for event in keeper.after_step(record) if isinstance(record, StepRecord) else (): tell(event)
+            while told: yield told.popleft()
             if log.lost: raise RunLogError(f"{log.path} cannot be written any more (is the disk full?)")
     except Exception as error:
-        words = failure(error, trainer.config)
+        kept = keeper.last_words() if isinstance(error, TooManySkips) else ""
+        words = failure(error, trainer.config) + (f". {kept[0].upper()}{kept[1:]}" if kept else "")
         trainer.bus.emit(RunEnded(trainer.step_number, "failed", words))
         raise RunFailed(f"the run failed at step {trainer.step_number}: {words}") from error
     except BaseException as error:  # a second Ctrl-C, or a reader that went away
@@ -211,7 +240,7 @@ def last_words(words: str, trainer: Trainer | None = None, log: RunLog | None = 
 
 def assist(config: TrainConfig, folder: Path, ranks: Ranks, going_on: bool, at: int | None) -> int:
     """What all ranks but the first do; returns the exit code."""
-    trainer, ended = Trainer(config, ranks=ranks), RunEnded(0, "running")
+    trainer, ended = built_trainer(config, ranks=ranks), RunEnded(0, "running")
     resumed = resume(trainer, folder, at, ranks.rank) if going_on else None
     if trainer.optimizer.world > 1: keep_in(trainer, folder, resumed, ranks.rank, ranks.world)
     with stopping(trainer.stop) as caught:
@@ -226,12 +255,13 @@ def lead(config: TrainConfig, folder: Path, console: Console, every: int, going_
          ranks: Ranks) -> int:
     """What rank 0 does; returns the exit code."""
     check_folder(folder, going_on)
-    trainer = Trainer(config, bus=Bus(), ranks=ranks)
+    trainer = built_trainer(config, bus=Bus(), ranks=ranks)
     resumed = resume(trainer, folder, at) if going_on else None
     rows = [*headline(trainer, folder), *resumed_rows(resumed)]
     if resumed and nothing_left(trainer, folder):
-        more = f"f16lab resume {folder} --steps N, with a larger N"
-        print_table(console, facts([("run", f"it has all its {config.run.steps} steps"), ("go on", more)]))
+        more, own = f"f16lab resume {folder} --steps N, with a larger N", trainer.step_number
+        said = f"it has all its {own} steps" if own == config.run.steps else f"it has {own} steps already"
+        print_table(console, facts([("run", said), ("go on", more)]))
         return 0
     display = Display(console, config.run.steps, every)
     with opened_log(folder, config, going_on) as log, stopping(trainer.stop) as caught, display, probed(trainer):
@@ -239,7 +269,8 @@ def lead(config: TrainConfig, folder: Path, console: Console, every: int, going_
         begin(trainer, folder, log, resumed)
         print_table(console, facts(rows))
         try:
-            with closing(follow(trainer, log)) as records:
+            keeper = Keeper(trainer, folder, config.checkpoint.capsule_at, config.checkpoint.digest_every)
+            with closing(follow(trainer, log, keeper)) as records:
                 for record in records: display(record)
         finally: trainer.saver.close()
     stopped, last = display.tally.ended.status == "stopped", done_steps(folder)[-1:]
@@ -263,6 +294,7 @@ def train_run(config: TrainConfig, folder: Path, console: Console, every: int = 
             if rank: return assist(config, folder, ranks, going_on, at)
             return lead(config, folder, console, every, going_on, at, ranks)
     except Exception as error:
+        if rank == 0 and isinstance(error, (RendezvousError, SaveFailed)): raise RunFailed(sentence(error)) from error
         if rank == 0: raise
         if rank == 1 and str(error).startswith(("rank 0", STORE_GONE)): raise RunFailed(str(error)) from error
         raise Told(sentence(error)) from error

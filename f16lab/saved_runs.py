@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RESUME_HELP', 'RESUME_EXAMPLES', 'TENSOR_COLUMNS', 'INSPECT_HELP', 'INSPECT_EXAMPLES', 'VERIFY_HELP', 'saved_config',
-           'go_on', 'resume_command', 'check_auto', 'tensor_table', 'total', 'inspect_checkpoint', 'inspect_file',
-           'inspect_command', 'verified_table', 'show_verified', 'verify_command']
+           'go_on', 'as_saved', 'resume_command', 'check_auto', 'tensor_table', 'total', 'inspect_checkpoint',
+           'inspect_file', 'inspect_command', 'verified_table', 'show_verified', 'verify_command']
 
 # %% ../nbs/20y_saved_runs.ipynb #eb6e66d0
 import json
@@ -52,6 +52,11 @@ def go_on(run: str, at: int | None, every: int, given: Mapping[str, Any], nproc:
     return train_run(config, folder, open_console(), every, True, at)
 
 # %% ../nbs/20y_saved_runs.ipynb #c60e2362
+def as_saved(setting: Setting) -> Setting:
+    """The option without a default in its help: what is not given stays as it was saved."""
+    setting.help = (setting.help or "").partition("  [default:")[0]
+    return setting
+
 def resume_command(*common: Setting) -> click.Command:
     """f16lab resume."""
     at = Setting("--at", metavar="STEP", type=click.IntRange(0), default=None, part="Going on",
@@ -59,13 +64,15 @@ def resume_command(*common: Setting) -> click.Command:
     def callback(run: str, at: int | None, every: int, nproc: int | None = None, **given: Any) -> int:
         return go_on(run, at, every, given, nproc)
     return PartedCommand("resume", callback=callback, help=RESUME_HELP, examples=RESUME_EXAMPLES, params=[
-        click.Argument(["run"]), at, *profile_options(), *setting_options(), *slot_options(), *common])
+        click.Argument(["run"]), at, *map(as_saved, (*profile_options(), *setting_options(), *slot_options())),
+        *common])
 
 RESUME_HELP = """Go on with a run from its newest good checkpoint.
 
-RUN is the folder of a run. The recipe is the one in the checkpoint; options change it, and what they change is noted in
-the run log and in later checkpoints. Another profile is allowed where f32 masters (or f32 weights) were kept, or where
-precisions become wider. What is resumed under the same recipe has the bits of a run that was not interrupted."""
+RUN is the folder of a run. The recipe is the one in the checkpoint, and what is not given stays as it is there; options
+change it, and what of the training they change is noted in the run log and in later checkpoints. Another profile is
+allowed where f32 masters (or f32 weights) were kept, or where precisions become wider. What is resumed under the same
+recipe has the bits of a run that was not interrupted."""
 
 RESUME_EXAMPLES = """
 f16lab resume data/runs/my-run
@@ -126,7 +133,9 @@ def inspect_command(*common: Setting) -> click.Command:
     """f16lab inspect."""
     def callback(checkpoint: str, as_json: bool) -> int:
         folder, step = chosen(checkpoint)
-        return inspect_file(Path(checkpoint), as_json) if step is None else inspect_checkpoint(folder, step, as_json)
+        if step is None: return inspect_file(Path(checkpoint), as_json)
+        try: return inspect_checkpoint(folder, step, as_json)
+        except Refused as error: raise RunFailed(f"checkpoint {step} of {folder} cannot be used: {error}") from error
     as_json = Setting("--json", "as_json", is_flag=True, part="Output", help="print JSON")
     return PartedCommand("inspect", callback=callback, help=INSPECT_HELP, examples=INSPECT_EXAMPLES,
                          params=[click.Argument(["checkpoint"]), as_json, *common])

@@ -97,8 +97,8 @@ class Arrival:
 
     @property
     def equal(self) -> bool:
-        """No proof fails, and there is a digest among them."""
-        return all(p.equal for p in self.proofs) and any(p.what == "digest" for p in self.proofs)
+        """No proof fails, and there is a digest among them that is of this state or of a later one."""
+        return all(p.equal for p in self.proofs) and any(p.what == "digest" and p.step >= self.capsule.step for p in self.proofs)
 
     @property
     def words(self) -> str:
@@ -133,14 +133,16 @@ def starting_notes(trainer: Trainer, found: Found) -> list[str]:
         notes.append(f"the run had {ranks} ranks; one process adds their gradients in another order, so bits may differ")
     return notes
 
-def walk(trainer: Trainer, to: int, diary: Diary, tick: Callable[[], None]) -> Iterator[str]:
-    """Take steps until `to` are taken, with the learning rates that were set on the way; yields what differs from the log."""
+def walk(trainer: Trainer, to: int, diary: Diary, tick: Callable[[], None]) -> Iterator[str | Proof]:
+    """Take steps until `to` are taken, with the learning rates that were set on the way; yields what differs from the
+    log, and a proof wherever a digest is known."""
     while trainer.step_number < to:
         at = trainer.step_number
         if at in diary.rates: set_value(trainer, f"lr={diary.rates[at]}")
         now = take_step(trainer)
         tick()
         if at in diary.records and (differs := same_record(diary.records[at], now)): yield f"step {at}: {differs}"
+        yield from digest_proof(trainer, diary.digests)
 
 # %% ../nbs/17e_travel.ipynb #7315f608
 def digest_proof(trainer: Trainer, digests: Mapping[int, str]) -> list[Proof]:
@@ -171,17 +173,15 @@ def travel(
     trainer, start, notes = departed(folder, step, source, device)
     if not 0 <= step <= trainer.config.run.steps:
         raise ValueError(f"step {step}: this run has the states before steps 0…{trainer.config.run.steps}")
-    everything = read_diary(folder, 0, 0)
-    digests = known_digests(folder, everything)
+    digests = known_digests(folder, read_diary(folder, 0, 0))
     goal = next((s for s in sorted(digests) if s >= step), step) if prove else step
-    diary = replace(read_diary(folder, start, max(goal, step + 1)), rates=everything.rates)
-    differ = list(walk(trainer, step, diary, tick))
-    capsule, proofs = capsule_of(trainer, f"travelled to from {start}"), digest_proof(trainer, digests)
-    if step < goal: differ += walk(trainer, goal, diary, tick)
-    if step < goal: proofs += digest_proof(trainer, digests)
+    diary = replace(read_diary(folder, start, max(goal, step + 1)), digests=digests)
+    told: list[str | Proof] = [*digest_proof(trainer, digests), *walk(trainer, step, diary, tick)]
+    capsule = replace(capsule_of(trainer, f"travelled to from {start}"), after=digests.get(step + 1, ""))
+    told += walk(trainer, goal, diary, tick)
     if step in diary.records: capsule = replace(capsule, record=recorded(diary.records[step]))
-    return Arrival(replace(capsule, after=digests.get(step + 1, "")), start,
-                   (*proofs, *records_proof(diary, start, max(step, goal), differ)), tuple(notes))
+    differ, proofs = [t for t in told if isinstance(t, str)], [t for t in told if isinstance(t, Proof)]
+    return Arrival(capsule, start, (*proofs, *records_proof(diary, start, goal, differ)), tuple(notes))
 
 # %% ../nbs/17e_travel.ipynb #ce6fb177
 def capsule_from(path: str | Path, step: int | None = None, source: Source | None = None, device: str | None = None,

@@ -111,3 +111,25 @@ def test_a_census_changes_nothing():
     with WideTensors(): looked.step()
     assert plain.state().tensors.keys() == looked.state().tensors.keys()
     assert all(torch.equal(a, b) for a, b in zip(plain.state().tensors.values(), looked.state().tensors.values()))
+
+
+def test_running_out_of_memory_before_the_first_step_is_said_in_words(monkeypatch):
+    from f16lab import running
+    def no_room(*args, **more): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has …")
+    monkeypatch.setattr(running, "Trainer", no_room)
+    with pytest.raises(running.RunFailed, match=r"asked for 3.00 GiB more.*--model tiny"): running.built_trainer(TINY)
+    assert "asked for 3.00 GiB more" in running.failure(torch.OutOfMemoryError("Tried to allocate 3.00 GiB."), TINY)
+
+
+def test_bench_says_what_is_wrong_before_it_measures():
+    from click.testing import CliRunner
+
+    from f16lab.cli import command
+
+    for words, said in (
+        (["train", "--only", "AdamW"], "--only is for `bench kernels`"),
+        (["train", "--profiles", " , "], "give at least one"),
+        (["train", "--profiles", "f32,nonsense"], "unknown preset 'nonsense'"),
+    ):
+        done = CliRunner().invoke(command(), ["bench", *words], standalone_mode=False)
+        assert done.exit_code == 2 and said in done.stderr and done.stdout == ""

@@ -86,7 +86,7 @@ def test_help_of_train_shows_settings_defaults_presets_and_slots(shell):
 OTHER = {"model": "d4", "norm": "peri", "kind": "rms", "activation": "swiglu", "position": "rope", "data": "markov",
          "tokenizer": "bpe", "schedule": "wsd", "device": "cpu", "compile": "aot_eager", "beta1": 0.5, "beta2": 0.5,
          "eps": 1e-6, "dropout": 0.25, "final_fraction": 0.5,
-         "zero_stage": 1, "rendezvous": "fs:///tmp"}
+         "zero_stage": 1, "rendezvous": "fs:///tmp", "probe_kinds": "grad,v"}
 
 
 def other(name: str, default):

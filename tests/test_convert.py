@@ -239,6 +239,65 @@ def test_unknown_layers_are_computed_in_f32_and_said_to_be():
         apply_profile(Own(), "f16", slots={Own.Gain: "fast"})
 
 
+def test_subclasses_and_replaced_forwards():
+    class Named(nn.Linear):
+        """Has no forward of its own."""
+
+    class Lora(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.a = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return super().forward(x) + x * self.a
+
+    class Drop(nn.Dropout):
+        pass
+
+    module = nn.Sequential(Named(8, 8), Lora(), Drop(0.5), nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(
+        nn.Linear(8, 8)), nn.Linear(8, 8))
+    module[3].forward = lambda x: x * 2
+    plain = copy.deepcopy(module).eval()
+    applied = apply_profile(module, "f16")
+    module.eval()
+    done, left = ({row.path: row for row in rows} for rows in (applied.converted, applied.left))
+    assert done["0"].what == "linear in f16" and isinstance(module[2], DropoutIn) and isinstance(module[2], Drop)
+    assert "unknown layer" in left["1"].reason and "replaced on the object" in left["3"].reason
+    assert deviation(module(X), plain(X)) < 4e-3
+    assert module[4].parametrizations.weight.original0.dtype is torch.float16
+    module(X).sum().backward()
+
+
+def test_autocast_around_a_converted_model_is_refused():
+    for name in ("linear", "conv", "conv groups", "batch norm", "attention", "gpt2"):
+        module, inputs = made(name)
+        converted = apply_profile(module, "f16").module
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="outside of torch.autocast"):
+            converted(*inputs)
+
+
+@pytest.mark.parametrize("kind", ["T5EncoderModel", "Gemma2ForCausalLM", "BertForMaskedLM"])
+def test_what_a_model_tells_its_attention_is_not_lost(kind):
+    """A position bias, a cap on the scores, a padding mask: each reaches the numbers."""
+    t = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'f16lab[lab]'")
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=20)
+    five = dict(d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, vocab_size=20)
+    config = {"T5EncoderModel": lambda: t.T5Config(**five),
+              "Gemma2ForCausalLM": lambda: t.Gemma2Config(num_key_value_heads=1, head_dim=8, **sizes),
+              "BertForMaskedLM": lambda: t.BertConfig(**sizes)}[kind]()
+    torch.manual_seed(0)
+    plain = getattr(t, kind)(config).eval()
+    ids, seen = torch.arange(12).reshape(2, 6) + 2, torch.ones(2, 6, dtype=torch.int64)
+    seen[1, 4:] = 0
+
+    def out(m):
+        made = m(input_ids=ids, attention_mask=seen)
+        return (made.last_hidden_state if kind.startswith("T5") else made.logits)[seen.bool()]
+
+    assert torch.equal(out(apply_profile(copy.deepcopy(plain), "f32").module), out(plain))
+    assert deviation(out(apply_profile(copy.deepcopy(plain), "f16").module), out(plain)) < 6e-3
+
+
 def test_overrides_that_match_nothing_are_told():
     with pytest.warns(UserWarning, match="'frist' has no effect.*first"):
         apply_profile(Own(), "f16;frist:compute=f32")

@@ -405,3 +405,14 @@ def test_alone_everything_is_quiet():
     with joined(environ={}) as ranks:
         assert ranks.world == 1 and type(ranks.watch).__name__ == "Unwatched"
     assert str(Ranks().watch.explain(RuntimeError("x"))) and in_threads(1, lambda r: r.rows([2.0])) == [[[2.0]]]
+
+
+def test_a_meeting_that_fails_is_one_sentence_from_the_shell():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        there = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
+        words = [sys.executable, "-m", "f16lab", "train", "--data", "markov", "--steps", "2", "--start-timeout", "2"]
+        done = subprocess.run(words, env={**os.environ, **there}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("f16lab: rank 0 cannot listen on") and done.stderr.count("\n") == 1

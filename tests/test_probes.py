@@ -8,8 +8,8 @@ from f16lab.cast import round_in_register
 from f16lab.events import Histogram, HistogramRecord
 from f16lab.packing import from_json, pack_histograms, to_json, unpack_histograms
 from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, Precision
-from f16lab.probes import (ROW, Counts, DeviceTally, Room, Tally, binades_of, count_compiled, count_room, field_table, headroom,
-                           histogram_of, merged, moved, overflows, sampled, what_if)
+from f16lab.probes import (ROW, Counts, DeviceTally, Room, Tally, binades_of, count_compiled, count_room, field_table,
+                           headroom, histogram_of, merged, moved, overflows, sampled, what_if)
 from f16lab.runlog import RunLog, RunReader
 
 INF, NAN = math.inf, math.nan
@@ -26,8 +26,10 @@ def ranges(p: Precision) -> torch.Tensor:
     """Numbers of all sizes a format has, its special ones, and what lies at its ends; shuffled."""
     g = torch.Generator().manual_seed(1)
     e = torch.rand(4000, generator=g) * (p.emax - p.emin + p.mantissa_bits + 2) + p.emin - p.mantissa_bits - 1
-    special = [0.0, -0.0, p.max, -p.max, p.smallest_normal, p.smallest_subnormal, -p.smallest_subnormal, NAN, INF, -INF, 1.0]
-    x = torch.cat([torch.exp2(e.double()) * torch.sign(torch.randn(4000, generator=g)), torch.tensor(special, dtype=torch.float64)])
+    special = [0.0, -0.0, p.max, -p.max, p.smallest_normal, p.smallest_subnormal, -p.smallest_subnormal, NAN, INF,
+               -INF, 1.0]
+    signed = torch.exp2(e.double()) * torch.sign(torch.randn(4000, generator=g))
+    x = torch.cat([signed, torch.tensor(special, dtype=torch.float64)])
     return x[torch.randperm(len(x), generator=g)].to(torch.float32).to(p.dtype)
 
 
@@ -42,8 +44,8 @@ def slowly(x: torch.Tensor) -> Histogram:
             e, amax, subnormals = max(math.frexp(v)[1] - 1, -127), max(amax, v), subnormals + (v < p.smallest_normal)
             counts[e] = counts.get(e, 0) + 1
     first = min(counts, default=0)
-    return Histogram("", "", "tensor", p.tag, first, tuple(counts.get(e, 0) for e in range(first, max(counts, default=-1) + 1)),
-                     zeros, subnormals, infs, nans, amax)
+    bins = tuple(counts.get(e, 0) for e in range(first, max(counts, default=-1) + 1))
+    return Histogram("", "", "tensor", p.tag, first, bins, zeros, subnormals, infs, nans, amax)
 
 
 # ---------------------------------------------------------------- counting
@@ -89,8 +91,11 @@ def test_the_compiled_counter_agrees_with_the_room(p):
         assert a.fields.sum() == len(x) and len(field_table(p.dtype)) in (0, 1 << 15)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(0), torch.zeros(7), torch.full((5,), NAN), torch.full((2, 2), -INF), torch.tensor(3.0),
-                               torch.full((1000,), 0.1), torch.full((3,), 1e-45), torch.ones(3, 0, 2)], ids=lambda x: str(x.shape))
+ODD = (torch.zeros(0), torch.zeros(7), torch.full((5,), NAN), torch.full((2, 2), -INF), torch.tensor(3.0),
+       torch.full((1000,), 0.1), torch.full((3,), 1e-45), torch.ones(3, 0, 2))
+
+
+@pytest.mark.parametrize("x", ODD, ids=lambda x: str(x.shape))
 def test_odd_tensors(x):
     assert histogram_of(x) == slowly(x)
 
@@ -170,22 +175,26 @@ def test_what_if_says_what_the_cast_does(p, k):
 
 @pytest.mark.parametrize("p", (E4M3, E5M2, F16, BF16), ids=str)
 def test_headroom_is_how_often_it_can_be_doubled_and_halved(p):
-    for x in (torch.tensor([1.0]), torch.tensor([0.3, -1.99]), torch.tensor([p.max]), torch.tensor([p.smallest_normal * 1.5, 2.0])):
+    for numbers in ([1.0], [0.3, -1.99], [p.max], [p.smallest_normal * 1.5, 2.0]):
+        x = torch.tensor(numbers)
         room = headroom(histogram_of(x), p)
         y = lambda k: round_in_register(x.double() * 2.0**k, p)  # noqa: E731
         assert y(room.up).isfinite().all() and not y(room.up + 1).isfinite().all()
         assert (y(-room.down) != 0).all()
         assert not (round_in_register(x.double().abs().min() * 2.0 ** (-room.down - 2), p) != 0)
-    assert headroom(histogram_of(torch.zeros(3)), p).up == INF and headroom(histogram_of(torch.tensor([INF])), p).up == -INF
+    assert headroom(histogram_of(torch.zeros(3)), p).up == INF
+    assert headroom(histogram_of(torch.tensor([INF])), p).up == -INF
 
 
 def test_headroom_goes_with_the_scale():
     h = histogram_of(torch.tensor([1.0, 0.01]))
-    assert headroom(h, F16, 2.0**5).up == headroom(h, F16).up - 5 and headroom(h, F16, 2.0**-5).down == headroom(h, F16).down - 5
+    assert headroom(h, F16, 2.0**5).up == headroom(h, F16).up - 5
+    assert headroom(h, F16, 2.0**-5).down == headroom(h, F16).down - 5
 
 
 def test_edges_of_overflow():
-    assert not overflows(65519.0, F16) and overflows(65520.0, F16) and not overflows(464.0, E4M3) and overflows(465.0, E4M3)
+    assert not overflows(65519.0, F16) and overflows(65520.0, F16)
+    assert not overflows(464.0, E4M3) and overflows(465.0, E4M3)
     assert what_if(histogram_of(torch.tensor([65519.0, 1.0])), F16).overflow_most == 0
     edge = what_if(histogram_of(torch.tensor([40000.0, 65520.0, 1.0])), F16)
     assert edge.overflow == pytest.approx(1 / 3) and edge.overflow_most == pytest.approx(2 / 3)

@@ -9,8 +9,8 @@ from torch import nn
 from train_runs import small, source, trainer
 
 from f16lab.accounts import LiveBytes, constant, held_bytes, model_constants, passing_bytes, recipe_constants
-from f16lab.cockpit import (SAFE, ScaleLook, cockpit, forecast, meter_alarms, safe_scale, scale_look, scale_story, tensor_alarms,
-                            trend)
+from f16lab.cockpit import (SAFE, ScaleLook, cockpit, forecast, meter_alarms, safe_scale, scale_look, scale_story,
+                            tensor_alarms, trend)
 from f16lab.events import Histogram, StepRecord, TensorStat
 from f16lab.looking import Look, RunProbe
 from f16lab.precision import BF16, E4M3, F16, F32, F64
@@ -25,7 +25,8 @@ def gradient(amax: float, low: int = 0, precision: str = "f16") -> Histogram:
     e = math.frexp(amax)[1] - 1
     counts = {e: 1, -20: low, e - 3: 999 - low}
     first = min(counts)
-    return Histogram("backward", "l", "output.grad", precision, first, tuple(counts.get(first + i, 0) for i in range(e - first + 1)), amax=amax)
+    bins = tuple(counts.get(first + i, 0) for i in range(e - first + 1))
+    return Histogram("backward", "l", "output.grad", precision, first, bins, amax=amax)
 
 
 def record(step: int, scale: float = 2.0**16, amax: float = 8.0, low: int = 0, skipped: bool = False) -> StepRecord:
@@ -62,7 +63,8 @@ def test_a_real_run_is_judged_and_its_cure_is_left_in_peace():
     sizes = {name: p.numel() for name, p in sick.optimizer.params.items()}
     found = [meter_alarms(t.step(), t.config.profile, sizes) for t in (sick, well)]
     assert found[0][0].kind == "lost updates" and not [a for a in found[1] if a.kind == "lost updates"]
-    assert [a.value for a in found[0] if a.kind == "lost updates"] == sorted(a.value for a in found[0] if a.kind == "lost updates")
+    values = [a.value for a in found[0] if a.kind == "lost updates"]
+    assert values == sorted(values)
 
 
 # ---------------------------------------------------------------- the loss scale
@@ -124,9 +126,12 @@ def test_a_real_run_at_three_scales():
 # ---------------------------------------------------------------- constants
 @pytest.mark.parametrize("value, p, decay, problem", [
     (1e-8, F16, False, "becomes 0"), (1e-8, BF16, False, ""), (1e-8, F32, False, ""), (1e-12, F16, False, "becomes 0"),
-    (-1e9, F16, False, "overflows"), (-1e9, BF16, False, ""), (-65504.0, F16, False, ""), (-INF, F16, False, ""), (0.0, F16, False, ""),
-    (0.999, BF16, True, "becomes 1"), (0.99, BF16, True, "instead of"), (0.95, BF16, True, ""), (0.999, F16, True, ""), (0.9, F16, True, ""), (0.0, F16, True, ""),
-    (0.9997, F16, True, "instead of"), (0.9999, F16, True, "becomes 1"), (1e9, E4M3, False, "overflows"), (1e-300, F32, False, "becomes 0"), (1e-300, F64, False, "")])
+    (-1e9, F16, False, "overflows"), (-1e9, BF16, False, ""), (-65504.0, F16, False, ""),
+    (-INF, F16, False, ""), (0.0, F16, False, ""),
+    (0.999, BF16, True, "becomes 1"), (0.99, BF16, True, "instead of"), (0.95, BF16, True, ""),
+    (0.999, F16, True, ""), (0.9, F16, True, ""), (0.0, F16, True, ""),
+    (0.9997, F16, True, "instead of"), (0.9999, F16, True, "becomes 1"),
+    (1e9, E4M3, False, "overflows"), (1e-300, F32, False, "becomes 0"), (1e-300, F64, False, "")])
 def test_constants(value, p, decay, problem):
     found = constant("c", value, p, decay).problem
     assert problem in found and bool(found) == bool(problem)
@@ -136,7 +141,8 @@ def test_constants(value, p, decay, problem):
 def test_no_recipe_of_ours_loses_a_constant(preset):
     t = trainer(preset)
     found = recipe_constants(t.config, t.model)
-    assert {c.name for c in found} >= {"optimizer.eps", "optimizer.beta2", "blocks.0.ln1.eps"} and not [c for c in found if c.problem]
+    assert {c.name for c in found} >= {"optimizer.eps", "optimizer.beta2", "blocks.0.ln1.eps"}
+    assert not [c for c in found if c.problem]
 
 
 def test_constants_of_any_module():
@@ -196,7 +202,8 @@ def test_more_tokens_are_more_passing_bytes_and_the_same_held_ones():
     def of(batch):
         t = Trainer(small("f32", batch=batch), source())
         t.step()
-        return max(p.peak for p in passing_bytes(t)), [line.measured for line in held_bytes(t) if line.role != "scratch"]
+        peak = max(p.peak for p in passing_bytes(t))
+        return peak, [line.measured for line in held_bytes(t) if line.role != "scratch"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (few, held), (many, same) = of(2), of(16)

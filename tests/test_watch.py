@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from f16lab.events import CastRow
-from f16lab.intercept import CastWatch, is_written
+from f16lab.intercept import CastCounts, CastWatch, Trail, is_written
 from f16lab.ledgers import bill, tree
 from f16lab.precision import F16
 from f16lab.probes import histogram_of
@@ -392,6 +392,65 @@ def test_the_optimizer_is_a_phase_of_its_own():
     assert {("optimizer", "f16"), ("optimizer", "f32")} <= phases
 
 
+def test_tensors_that_cannot_be_counted_are_told_and_disturb_nothing():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.fc = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)
+
+        def forward(self, ids):
+            x = self.fc(self.table(ids))
+            return torch.view_as_complex(x.reshape(-1, 2).contiguous()), x
+
+    def grads(model):
+        z, x = model(torch.tensor([1, 2]))
+        (x.sum() + z.abs().sum()).backward()
+        return model.table.weight.grad.to_dense(), model.fc.weight.grad
+
+    torch.manual_seed(0)
+    plain, seen = Odd(), None
+    model = Odd()
+    model.load_state_dict(plain.state_dict())
+    with watch(model) as w:
+        got = grads(model)
+        with torch.inference_mode():
+            model(torch.tensor([3]))
+        model.fc(torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)]))
+        torch.func.vmap(model.fc)(torch.ones(3, 4))
+        torch.func.grad(lambda x: model.fc(x).sum())(torch.ones(4))
+    assert all(torch.equal(a, b) for a, b in zip(got, grads(plain)))
+    seen = w.take()
+    for words in ("nested and sparse tensors were not counted, such as table's weight.grad", "torch.func transforms"):
+        assert any(words in note for note in seen.notes), seen.notes
+    assert seen.find("fc", "weight.grad") and nothing_left(model)
+
+
+def test_a_module_made_anew_in_each_step_keeps_one_name():
+    model = nn.Linear(3, 3)
+    with watch() as w:
+        for _ in range(5):
+            nn.MSELoss()(model(torch.ones(1, 3)), torch.ones(1, 3)).backward()
+    assert {h.layer for h in w.take().find(tensor="output")} == {"Linear", "MSELoss"}
+
+
+def test_what_is_kept_stays_bounded(monkeypatch):
+    monkeypatch.setattr(CastCounts, "LIMIT", 10)
+    model = nn.Linear(4, 4)
+    with watch(model) as w:
+        for n in range(1, 40):
+            model(torch.ones(n, 4).half().float())
+        assert len(w.mode.seen.counts) <= 10 and len(w.mode.seen.notes) <= 11 and len(w.mode.seen.waiting) <= 9
+    assert any("casts are not listed" in note for note in w.take().notes)
+    monkeypatch.setattr(Trail, "LIMIT", 5)
+    trail = Trail()
+    for n in range(100):
+        trail.enter(str(n))
+        y = torch.ones(1, requires_grad=True) * 2
+        assert trail.of(y.grad_fn._sequence_nr()) == str(n)
+        trail.leave()
+    assert len(trail.starts) <= 11
+
+
 # ---------------------------------------------------------------- which modules
 def test_a_watch_without_modules_takes_every_root():
     model, second = net(), nn.Linear(4, 4)
@@ -431,3 +490,40 @@ def test_what_is_no_module_and_bad_settings_are_refused():
     for bad in ({"every": 0}, {"share": -1}):
         with pytest.raises(ValueError, match="give 1 or more"):
             watch(net(), **bad)
+
+
+# ---------------------------------------------------------------- on a GPU
+@pytest.mark.gpu
+def test_a_gpu_run_keeps_its_bits_and_its_backward_casts_have_owners():
+    def run(watched):
+        torch.manual_seed(0)
+        model, ids = Net(64).cuda(), IDS.cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+
+        def steps():
+            for _ in range(20):
+                optimizer.zero_grad()
+                with torch.autocast("cuda", torch.float16):
+                    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        if not watched:
+            return steps(), model, None
+        with watch(model, scaler=scaler) as w:
+            steps()
+        return None, model, w.take()
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        (_, plain, _), (_, model, seen) = run(False), run(True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters()))
+    back = {r.layer for r in seen.casts if r.direction == "backward"}
+    assert {"body.0", "body.2"} <= back and seen.steps == 20
+    weight, = seen.find("body.0", "weight")
+    assert weight.elements == model.body[0].weight.numel()
+    grad, = seen.find("body.0", "weight.grad")
+    assert grad.elements == 20 * weight.elements and nothing_left(model)
