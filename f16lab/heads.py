@@ -180,7 +180,7 @@ def as_it_was(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     y, *_ = module.plain_(module, q, k, v, mask, **tree_map(lambda x: brought(x, F32, where, "option"), options))
     return cast(y, p, layer=where.path, op="attention", operand="output", reason="boundary"), None
 
-
+# %% ../nbs/19d_heads.ipynb #a894b6ab
 def hugging_face_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                            dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                            **options: Any) -> tuple[Tensor, Tensor | None]:

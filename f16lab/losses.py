@@ -228,32 +228,32 @@ def _logits(x: Tensor, w: Tensor, h: HeadOptions) -> Tensor:
     return torch.mm(x, w.t(), out_dtype=F32.dtype)
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, accum: Precision) -> Tensor:
-    """total + a b in f32; the sum inside the product has the accumulator `accum`."""
+    """total + a b in f32, in the memory of `total`; the sum inside the product has the accumulator `accum`."""
     if accum is F16: return total.add_(product(a, b, accum))
-    if a.dtype is F32.dtype: return torch.addmm(total, a, b, out=total)
-    return torch.addmm(total, a, b, out_dtype=F32.dtype, out=total)
+    kind = {} if a.dtype is F32.dtype else {"out_dtype": F32.dtype}
+    if torch.compiler.is_compiling(): return torch.addmm(total, a, b, **kind)  # a tracer wants no `out`
+    return torch.addmm(total, a, b, out=total, **kind)
 
 def _head_chunk_direct(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, dw: Tensor | None
-                       ) -> tuple[Tensor, Tensor | None]:
-    """Row losses of one chunk and, if there is a sum `dw` f32 to add to, its gradient for x in P."""
+                       ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Row losses of one chunk and, if there is a sum `dw` f32 to add to, its gradient for x in P and the new sum."""
     z, o = _logits(x, w, h), h.loss
-    if dw is None: return cross_entropy_losses(z, targets, o.classes, o.ignore_index)[0], None
+    if dw is None: return cross_entropy_losses(z, targets, o.classes, o.ignore_index)[0], None, None
     d = None if h.out is h.p else torch.empty_like(z, dtype=h.p.dtype)
     number, tensor = host_and_device(o.weight, o.scale)
     rows = cross_entropy_both(z, d, targets, number, tensor, o.classes, o.ignore_index)
     d = z if d is None else d
-    _add_product(dw, d.t(), x, h.accum)
-    return rows, product(d, w, h.accum)
+    return rows, product(d, w, h.accum), _add_product(dw, d.t(), x, h.accum)
 
 # %% ../nbs/06e_losses.ipynb #df3f6da6
 def _head_direct(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor | None, ...]:
     """Row losses [N], gradients of x in P and of w in f32 (None unless asked for), chunk by chunk."""
     x, w = (as_operand(t, h.p, h.layer, "head_cross_entropy", name, "forward", "operand")
             for t, name in ((x, "x"), (w, "weight")))
-    dw = torch.zeros_like(w, dtype=F32.dtype) if grads else None
-    parts = [_head_chunk_direct(x[i:i + h.chunk], w, targets[i:i + h.chunk], h, dw)
-             for i in range(0, max(len(x), 1), h.chunk)]
-    rows, dxs = zip(*parts)
+    rows, dxs, dw = [], [], torch.zeros_like(w, dtype=F32.dtype) if grads else None
+    for i in range(0, max(len(x), 1), h.chunk):
+        *part, dw = _head_chunk_direct(x[i:i + h.chunk], w, targets[i:i + h.chunk], h, dw)
+        for found, made in zip((rows, dxs), part): found.append(made)
     return torch.cat(rows), torch.cat(dxs) if grads else None, dw
 
 def _head_wide(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, grads: bool) -> tuple[Tensor | None, ...]:
