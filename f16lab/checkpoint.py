@@ -260,6 +260,7 @@ def odd_entry(plain: Mapping[str, Any], step: int) -> str:
             return f"has no hash and size of {name}"
     return ""
 
+# %% ../nbs/13_checkpoint.ipynb #6db4a1c5
 def examine(folder: str | Path, step: int) -> Found:
     """The checkpoint after `step` steps, every byte checked. Refused if something is missing or damaged, ValueError if
     another version wrote it."""

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['KEPT', 'Entry', 'entry', 'own_name', 'entries', 'Racer', 'few_looks', 'machine', 'weights', 'square_sums', 'relative',
-           'distances', 'widest_gap', 'noisy_profile', 'short_text', 'band_name', 'band_entries', 'Progress', 'Race',
-           'measure', 'lockstep', 'planned_bytes', 'measured_bytes', 'described', 'result', 'quiet', 'seed_runs',
-           'start_race', 'open_logs', 'band_of', 'outcome', 'compare', 'close_logs', 'run_comparison']
+           'distances', 'widest_gap', 'without_coarse', 'noisy_profile', 'short_text', 'band_name', 'band_entries',
+           'Progress', 'Race', 'measure', 'lockstep', 'planned_bytes', 'measured_bytes', 'described', 'result', 'quiet',
+           'seed_runs', 'start_race', 'open_logs', 'band_of', 'outcome', 'compare', 'close_logs', 'run_comparison']
 
 # %% ../nbs/17_compare.ipynb #74598253
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from .looking import Look
 from .nn import named_parameters_once
 from .ops import blocksum
 from .packing import to_json
-from .precision import BF16, F16, Precision
+from .precision import BF16, F16, F32, Precision
 from .origin import Explained
 from .profile import (PRESETS, PrecisionProfile, bytes_per_parameter, preset_name, slot_values, storage_of,
                             value_text)
@@ -165,11 +165,19 @@ def widest_gap(step: int, runs: Iterable[Mapping[str, Tensor]]) -> Distances:
     return Distances(step, widest, max(d.total for d in pairs))
 
 # %% ../nbs/17_compare.ipynb #488bde2a
+def without_coarse(profile: PrecisionProfile) -> PrecisionProfile:
+    """The profile with f32 wherever `stable` or `loss` have fewer mantissa bits than weights and products."""
+    bits = min(profile.compute.mantissa_bits, storage_of(profile.param).mantissa_bits)
+    def coarse(slot: str, value: Any) -> bool: return slot in ("stable", "loss") and value.mantissa_bits < bits
+    kept = ((glob, tuple(pair for pair in pairs if not coarse(*pair))) for glob, pairs in profile.overrides)
+    slots = {slot: F32 for slot in ("stable", "loss") if coarse(slot, getattr(profile, slot))}
+    return profile.with_(**slots, overrides=tuple((glob, pairs) for glob, pairs in kept if pairs))
+
 def noisy_profile(e: Entry) -> PrecisionProfile | None:
     """The profile whose repetitions show the noise of a contender; None when nothing in it is rounded to 16 bits."""
     if e.profile is None:
         return PRESETS["bf16_sr" if e.autocast == "bf16" else "f16"].with_(rounding="stochastic")
-    p, narrow = e.profile, (F16, BF16)
+    p, narrow = without_coarse(e.profile), (F16, BF16)
     if p.rounding == "stochastic" or (p.rounding_state == "stochastic" and p.optimizer in narrow): return p
     if storage_of(p.param) in narrow: return p.with_(rounding="stochastic", master=None)
     if p.compute in narrow: return p.with_(param=p.compute, rounding="stochastic")

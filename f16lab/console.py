@@ -243,12 +243,12 @@ def _as_written(formatter: click.HelpFormatter, title: str, text: str) -> None:
 # %% ../nbs/20a_console.ipynb #ca6ff815
 @contextmanager
 def stopping(stop: Callable[[str], None]) -> Iterator[list[int]]:
-    """While open, the first SIGINT or SIGTERM calls `stop(name)`, the next acts at once. Gives those caught."""
+    """While open, the first SIGINT, SIGTERM or SIGHUP calls `stop(name)`, the next acts at once. Gives those caught."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # signals are none of a thread's business
         yield caught
         return
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     def restore() -> None:
         for number, handler in before.items(): signal.signal(number, handler)
     def handle(number: int, frame: Any) -> None:

@@ -83,7 +83,7 @@ class Judged:
     worst: float     # largest error over its bound: above 1 is a fault
     rms: float       # of errors over their expected size: above the limit is a fault
     limit: float
-    overflowed: int  # elements that are not finite where y* is
+    overflowed: int  # elements that are not finite where y* is, if all inputs are
     inherited: float = math.nan  # ‖y* − twin‖ / ‖twin‖: what came in with the inputs, if there is a twin
 
     @property
@@ -115,7 +115,8 @@ def judged(seen: Seen, name: str, made: Tensor, y: Tensor, outside: Sequence[Ten
     """One output judged. Where the exact value is not finite nothing is asked: that was inherited."""
     bound, size = sizes_of_error(seen, made, y, outside, inside)
     told, known = made.detach().double(), torch.isfinite(y)
-    overflowed = int((known & ~torch.isfinite(told)).sum())
+    clean = all(x is None or not x.is_floating_point() or bool(torch.isfinite(x).all()) for x in seen.inputs)
+    overflowed = int((known & ~torch.isfinite(told)).sum()) if clean else 0
     ok = known & torch.isfinite(told)
     error = torch.where(ok, (told - y).abs(), 0.0)
     n, norm = int(ok.sum()), float(torch.where(ok, y, 0.0).norm())

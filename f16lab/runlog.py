@@ -92,7 +92,7 @@ class _Writer(_Batches):
         while not done.wait(1.0) and self.thread.is_alive(): pass
 
 # %% ../nbs/15_runlog.ipynb #473b505e
-COMMANDS = ('pause', 'resume', 'step', 'stop', 'checkpoint', 'evaluate', 'sample', 'set')
+COMMANDS = ('pause', 'resume', 'step', 'stop', 'checkpoint', 'capsule', 'evaluate', 'sample', 'set')
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def saved_config(folder: Path, step: int | None) -> TrainConfig:
         own = int(meta.stem.removeprefix("meta_"))
         if own > last or (step is not None and own != step): continue
         try: return from_dict(read_meta(folder, own)["config"])
-        except Refused: continue
+        except (Refused, KeyError): continue  # damaged, or without a recipe
     raise ValueError(f"{folder}: no checkpoint has a readable meta file, so the recipe is not known: name it with "
                      f"`f16lab train RECIPE --resume auto --out {folder}`")
 

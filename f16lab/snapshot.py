@@ -92,7 +92,8 @@ def read_rank(found: Found, rank: int) -> tuple[Mapping[str, Tensor], Mapping[st
     raise Refused(f"{path.name} is of step, rank, world {own}, not {due}")
 
 def read_saved(found: Found) -> Saved:
-    """All of a checkpoint. Refused if its parts do not fit each other."""
+    """All of a checkpoint. Refused if its parts do not fit each other or one is missing."""
+    if not isinstance(found.meta.get("values"), Mapping): raise Refused("its meta file has no values")
     ranks = [read_rank(found, rank) for rank in range(found.meta["world"])]
     parts = [(tensors, about["optimizer"]) for tensors, about in ranks if about["optimizer"] is not None]
     try: tensors, plain = parts[0] if parts[0][1]["world"] == 1 else merge_states(parts)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['is_compiled', 'check_not_compiled', 'Paths', 'Seen', 'RangeRow', 'range_rows', 'uncountable', 'joined', 'Counter',
-           'WatchSettings', 'WatchState', 'WatchHooks', 'seen_gradient', 'WatchCounts', 'Watch', 'watch']
+           'WatchSettings', 'WatchState', 'WatchHooks', 'seen_gradient', 'WatchCounts', 'mode_depth', 'WatchSteps',
+           'Watch', 'watch']
 
 # %% ../nbs/19b_watching.ipynb #4d468256
 import weakref
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .events import Histogram
 from .intercept import KNOWN, CastWatch, SeenCast, Trail
@@ -193,6 +195,7 @@ class WatchState:
         self.trail, self.counter = Trail(), Counter(settings.share)
         self.mode = CastWatch(self.trail, settings.strict)
         self.open, self.active, self.all_steps, self.steps = False, True, 0, 0
+        self.depth, self.entered = 0, False  # dispatch modes below ours; whether ours is entered
         self.weights: set[int] = set()  # those counted since the last `take`
         self.latest: tuple = ()         # outputs of the module that has just ended
         self.scales: dict[float, None] = {}
@@ -208,6 +211,7 @@ class WatchHooks(WatchState):
         if torch.compiler.is_compiling(): return
         path = self.paths.known.get(module)
         if path is None and (path := self.adopt(module)) is None: return
+        if path in self.trail.stack and module in self.paths.roots: self.trail.stack.clear()  # of an interrupted pass
         if not self.trail.stack: self.begin(module)
         self.trail.enter(path)
         if self.settings.histograms and self.active: self.see_weights(module, path)
@@ -275,6 +279,15 @@ class WatchCounts(WatchHooks):
             self.handles.callback(p.register_hook(
                 partial(seen_gradient, weakref.ref(self), layer, f"{own}.grad", 0)).remove)
 
+# %% ../nbs/19b_watching.ipynb #523410ea
+def mode_depth() -> int:
+    """How many dispatch modes are entered in this thread."""
+    return len(_get_current_dispatch_mode_stack())
+
+
+class WatchSteps(WatchCounts):
+    """The part of a watch that knows optimizer steps."""
+
     def step_begins(self, *_: Any) -> None:
         """An optimizer begins its step."""
         self.mode.phase = "optimizer"
@@ -283,10 +296,18 @@ class WatchCounts(WatchHooks):
         """An optimizer is done."""
         self.mode.phase, self.steps, self.all_steps = "train", self.steps + 1, self.all_steps + 1
         self.active = self.all_steps % self.settings.every == 0
-        self.mode.on = self.active
+        self.listen_to_casts(self.active)
 
-# %% ../nbs/19b_watching.ipynb #523410ea
-class Watch(WatchCounts):
+    def listen_to_casts(self, on: bool) -> None:
+        """Enter or leave the dispatch mode, which costs even when it rests; only from where the watch was opened, since
+        modes of others that were entered since lie above it."""
+        self.mode.on = on
+        if not self.settings.ledger or on == self.entered or mode_depth() != self.depth + self.entered: return
+        self.mode.__enter__() if on else self.mode.__exit__(None, None, None)
+        self.entered = on
+
+# %% ../nbs/19b_watching.ipynb #3736737f
+class Watch(WatchSteps):
     """See `watch`."""
 
     def __enter__(self) -> "Watch":
@@ -298,7 +319,9 @@ class Watch(WatchCounts):
                                    (register_optimizer_step_post_hook, self.step_ends)):
                 handles.callback(register(hook).remove)
             handles.callback(register_module_forward_hook(self.after, always_call=True).remove)
-            if self.settings.ledger: handles.enter_context(self.mode)
+            self.depth = mode_depth()
+            handles.callback(self.listen_to_casts, False)
+            self.listen_to_casts(True)
             self.open, self.handles = True, handles.pop_all()
         return self
 
@@ -315,7 +338,7 @@ class Watch(WatchCounts):
         self.weights, self.scales, self.steps = set(), {}, 0
         return seen
 
-
+# %% ../nbs/19b_watching.ipynb #49fed71f
 def watch(
     *modules: nn.Module,       # what to watch; none: every module that is called from outside any other
     histograms: bool = True,   # exponents of weights, outputs, and the gradients of both

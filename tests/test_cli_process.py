@@ -71,7 +71,7 @@ def test_threads_are_told_not_to_spin_before_torch_is_loaded():
     assert done.stdout.splitlines()[-1] == "1000 False"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_a_signal_stops_after_the_step_in_hand(start, tmp_path, number):
     process = start(QUIET)
     wait_for_step(process, 1)

@@ -148,6 +148,25 @@ def test_a_module_that_fails_does_not_shift_the_paths():
     assert layers == [("fails.fc", (1, 4)), ("good", (2, 4))]
 
 
+def test_a_pass_that_was_interrupted_does_not_shift_the_paths():
+    class Stops(nn.Linear):
+        def forward(self, x):
+            if x.numel() == 3:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(3, 3), Stops(3, 3))
+    with watch(model, histograms=False) as w:
+        with pytest.raises(KeyboardInterrupt), torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(1, 3))
+        w.take()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(torch.ones(2, 3))
+        y.sum().backward()
+    found = {(r.layer, r.direction) for r in w.take().casts if r.shape == (3, 3)}
+    assert found == {(layer, d) for layer in "01" for d in ("forward", "backward")}
+
+
 def test_nothing_is_kept_alive():
     model, kept = net(), []
     model.body[1].register_forward_hook(lambda m, given, out: kept.append(weakref.ref(out)))
@@ -236,6 +255,24 @@ def test_a_share_is_marked_as_one_and_every_skips_steps():
     h, = first.find("body.0", "weight")
     assert h.size == model.body[0].weight.numel() and h.elements == h.size // 4
     assert first.casts and not second.casts and not second.histograms and second.steps == 1
+
+
+def test_skipped_steps_run_without_a_mode_and_modes_of_others_stay_where_they_are():
+    model, other = net(), CastWatch()
+    depth = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, every=3) as w:
+        seen = []
+        for k in range(7):
+            seen.append(len(depth()))
+            if k == 3:  # in the middle of a mode of somebody else's
+                with other:
+                    optimizer.step()
+                    assert depth()[-1] is other
+            else:
+                optimizer.step()
+        assert seen == [1, 0, 0, 1, 1, 0, 1]
+    assert nothing_left(model) and w.take().steps == 7
 
 
 def test_the_loss_scale_is_taken_off_exactly():
