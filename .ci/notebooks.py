@@ -11,6 +11,7 @@ No check writes into the working tree, so all of them hold with uncommitted chan
 import argparse
 import copy
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -228,6 +229,9 @@ def execute(path: Path, root: Path, flags: str, save: Path | None) -> None:
 
     os.environ["IN_TEST"] = "1"
     sys.path.insert(0, str(root))
+    if absent := lacking(path):
+        print(f"skipped: {absent} is not installed")
+        return
     config = get_config(root)
     cells = nb_test_cells(path, skip_flags=config.tst_flags.split(), force_flags=flags.split())
     shell = CaptureShell(path, profile=False)
@@ -237,6 +241,12 @@ def execute(path: Path, root: Path, flags: str, save: Path | None) -> None:
             raise SystemExit(_failure(path, root, cell, shell.exc))
     if save:
         _save(path, cells, save)
+
+
+def lacking(path: Path) -> str:
+    """The packages that a notebook needs (a cell says `#| needs NAME …`) and that are not installed."""
+    needed = [name for cell in load(path)["cells"] for name in directives(cell).get("needs", "").split()]
+    return " ".join(name for name in needed if importlib.util.find_spec(name) is None)
 
 
 def _failure(path: Path, root: Path, cell: dict, error: BaseException) -> str:
@@ -312,7 +322,7 @@ def report(outcomes: Iterable[Outcome], failures_only: bool = False) -> list[Out
     for outcome in outcomes:
         if not (outcome.ok and failures_only):
             print(f"  {outcome.seconds:6.1f} s  {'ok    ' if outcome.ok else 'FAILED'}  {outcome.name}", flush=True)
-        if not outcome.ok:
+        if not outcome.ok or outcome.text.startswith("skipped: "):
             print("\n".join(f"    {line}" for line in outcome.text.splitlines()), flush=True)
         seen.append(outcome)
     return seen

@@ -145,7 +145,8 @@ def attention(
     p, stable = precision_of(p, q), precision_of(stable, q)
     backend = fused_backend(q, k, v, p, causal, mask) if stable.bits <= 32 else ""
     if backend:
-        called, dtypes = Called("attention", layer, p, p, ("q", "k", "v"), p, True), tuple(map(grad_dtype_of, (q, k, v)))
+        called = Called("attention", layer, p, p, ("q", "k", "v"), p, rounds=True)
+        dtypes = tuple(map(grad_dtype_of, (q, k, v)))
         return as_watched(lambda *t: (_Fused.apply(*t, causal, backend, layer, dtypes),),
                           lambda xs, inner: (meant_attention(*xs, causal, p, inner),), called, q, k, v)[0]
     return composed_attention(q, k, v, p=p, stable=stable, causal=causal, mask=mask, accum=accum, layer=layer)

@@ -108,7 +108,7 @@ def twin_outputs(capsule: Capsule, p: Precision, source: Source | None = None) -
 
 # %% ../nbs/17d_bisect.ipynb #ac0060a6
 def judged_store(name: str, made: Tensor, y: Tensor, slack: Tensor, stochastic: bool = False) -> Judged:
-    """A stored number against its exact value, both f64 in the unit of what is stored; `slack`: what arithmetic costs."""
+    """A stored number against its exact value in f64, in the unit of what is stored; `slack`: what arithmetic costs."""
     p = Precision.of(made)
     y = y.clamp(-p.max, p.max) if name in ("m", "v", "compensation") else y  # these saturate
     ulp = p.ulp(y).nan_to_num(math.inf) if p is not F64 else torch.zeros_like(y)
@@ -116,7 +116,8 @@ def judged_store(name: str, made: Tensor, y: Tensor, slack: Tensor, stochastic: 
     told, known = made.double(), torch.isfinite(y)
     ok = known & torch.isfinite(told)
     error, n = torch.where(ok, (told - y).abs(), 0.0), int(ok.sum())
-    rms = float(torch.where(ok, error / (half.square() / 3 + slack.square()).sqrt(), 0.0).square().sum().div(max(1, n)).sqrt())
+    squares = torch.where(ok, error.square() / (half.square() / 3 + slack.square()), 0.0)
+    rms = float(squares.sum().div(max(1, n)).sqrt())
     norm = float(torch.where(ok, y, 0.0).norm())
     return Judged(name, float(error.norm()) / norm if norm else float(error.norm() > 0),
                   float(torch.where(ok, error / (half + slack), 0.0).max()), rms, RMS_LIMIT + 8 / math.sqrt(max(1, n)),
@@ -140,7 +141,8 @@ def updates(trainer: Trainer, before: State, after: State) -> Iterator[tuple[str
     """Each tensor of an update, by name."""
     def kept(state: State, name: str) -> dict[str, Tensor]:
         roles = {role: state.tensors.get(f"optimizer.{role}/{name}") for role in ("m", "v", "master", "compensation")}
-        return {"theta": state.tensors[f"model.{name}"].reshape(-1), **{k: t for k, t in roles.items() if t is not None}}
+        there = {role: t for role, t in roles.items() if t is not None}
+        return {"theta": state.tensors[f"model.{name}"].reshape(-1), **there}
     entries = [state.values["optimizer"]["tensors"] for state in (before, after)]
     for name, p in trainer.optimizer.params.items():
         old, new = (e[name] for e in entries)
@@ -153,7 +155,8 @@ def judged_update(u: Update, lr: float, factor: float, beta1: float, beta2: floa
     """Every stored number of one tensor after an update. AdamW as in `adamw_update`, in f64."""
     old = {name: t.double() for name, t in u.before.items()}
     rest = old["compensation"] / kahan_scale(Precision.of(u.before["theta"])) if "compensation" in old else 0.0
-    theta, g, unit = old.get("master", old["theta"] + rest), u.gradient.double() * factor, 2.0**-53 if u.slots.work is F64 else 2.0**-24
+    theta, g = old.get("master", old["theta"] + rest), u.gradient.double() * factor
+    unit = 2.0**-53 if u.slots.work is F64 else 2.0**-24
     c1, c2 = bias_corrections(u.t, beta1, beta2)
     m0, v0 = old["m"] / u.S[0], old["v"] / u.S[0] ** 2
     m, v = beta1 * m0 + (1 - beta1) * g, beta2 * v0 + (1 - beta2) * g * g
@@ -176,7 +179,8 @@ def judged_weights(u: Update, y: Tensor, cost: Tensor) -> Iterator[Judged]:
     yield judged_store("theta", theta, y, cost, drawn)
     if "compensation" not in u.after: return
     scale = kahan_scale(Precision.of(theta))
-    yield judged_store("compensation", u.after["compensation"], (y - theta.double()) * scale, (cost + y.abs() * 2.0**-23) * scale)
+    slack = (cost + y.abs() * 2.0**-23) * scale
+    yield judged_store("compensation", u.after["compensation"], (y - theta.double()) * scale, slack)
 
 # %% ../nbs/17d_bisect.ipynb #a190cb29
 @dataclass(frozen=True)
@@ -256,12 +260,14 @@ def bisect(
 ) -> Bisection:
     """Take the capsule's step and judge every operator in it. ValueError for a twin that is neither f64 nor f32."""
     if twin not in ("f64", "f32", None): raise ValueError(f"twin={twin!r}: the twin is f64, f32, or None")
-    notes = [f"compile={capsule.config.run.compile} is left out: operators are watched one by one"] * (capsule.config.run.compile != "none")
+    how = capsule.config.run.compile
+    notes = [f"compile={how} is left out: operators are watched one by one"] if how != "none" else []
     trainer, more = restored(capsule, profile, source, device, compile="none", ledger=False)
     same = replace(capsule, config=trainer.config, state=trainer.state().copy())
     judges = Judges(twin_outputs(same, Precision.parse(twin), source) if twin else {}, only_first, tick)
     before, trainer.probe = same.state, judges.count
-    notes += [*more, *(f"{name} is not finite before the step" for name, t in before.tensors.items() if not torch.isfinite(t).all())]
+    lost = [name for name, t in before.tensors.items() if not torch.isfinite(t).all()]
+    notes += [*more, *(f"{name} is not finite before the step" for name in lost)]
     record = None
     try:
         with watch_operators(judges): record = take_step(trainer)

@@ -93,8 +93,8 @@ class CapsuleLoader(Cursor):
     def batch(self, k: int) -> Batch:
         """Global micro-batch k; ValueError for one of another step."""
         if k in self.batches: return self.batches[k]
-        raise ValueError(f"a capsule holds one step, micro-batches {min(self.batches)}…{max(self.batches)}: there is no "
-                         f"micro-batch {k}. To go on, open the run itself")
+        raise ValueError(f"a capsule holds one step, micro-batches {min(self.batches)}…{max(self.batches)}: there is "
+                         f"no micro-batch {k}. To go on, open the run itself")
 
     def target_tokens(self, first: int | None = None, count: int | None = None) -> int:
         """Targets with a loss, of all ranks; of another step as many as there are without gaps."""
@@ -107,7 +107,8 @@ class CapsuleLoader(Cursor):
 def stand_in(capsule: Capsule) -> Source:
     """Data of the right kind and size with nothing in them; ValueError for a model of the user's own."""
     if not capsule.size:
-        raise ValueError("this capsule is of a model of your own, which it does not hold: hand over source=…, as for the run")
+        raise ValueError("this capsule is of a model of your own, which it does not hold: hand over source=…, as for "
+                         "the run")
     d, x = capsule.state.values["data"], capsule.batches[0].inputs
     samples = d["batch"] * d["step_batches"]
     if not x.is_floating_point():
@@ -118,8 +119,8 @@ def stand_in(capsule: Capsule) -> Source:
 
 def restored(capsule: Capsule, profile: str | PrecisionProfile | None = None, source: Source | None = None,
              device: str | None = None, **changes: Any) -> tuple[Trainer, tuple[str, ...]]:
-    """A trainer in front of the capsule's step, and notes on what differs from the run; under another profile, on another
-    device, with other settings if asked for. ValueError if its weights cannot be had in that profile."""
+    """A trainer in front of the capsule's step, and notes on what differs from the run; under another profile, on
+    another device, with other settings if asked for. ValueError if its weights cannot be had in that profile."""
     config = capsule.config.with_(**changes) if changes else capsule.config
     if profile is not None: config = config.with_(profile=profile)
     if device is not None: config = config.with_(device=device)
@@ -139,7 +140,8 @@ def folder_of(run: str | Path, step: int) -> Path:
 
 def write_batches(folder: Path, batches: tuple[Batch, ...]) -> list[Any]:
     """The micro-batches in one file; [hash, bytes]."""
-    tensors = {f"{name}/{b.index}": getattr(b, name).contiguous() for b in batches for name in ("inputs", "targets", "samples")}
+    parts = ("inputs", "targets", "samples")
+    tensors = {f"{name}/{b.index}": getattr(b, name).contiguous() for b in batches for name in parts}
     entry = write_file(folder / BATCHES, [safetensors.torch.save(tensors)])
     return [entry.sha256, entry.bytes]
 
@@ -165,7 +167,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
         text, seal = outer["body"], outer["sha256"]
         if sha256(text.encode()).hexdigest() != seal: raise ValueError("another hash")
         body = from_json(text)
-    except (ValueError, KeyError, TypeError, AttributeError) as error: raise Refused(f"{path} is damaged ({error})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{path} is damaged ({error})") from None
     if body.get("format") != OURS or body.get("version") != FORMAT: raise ValueError(later(path, body.get("version")))
     return body
 
@@ -173,8 +176,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
 def save_state(state: State, config: TrainConfig, folder: Path, why: str) -> None:
     """A state as a checkpoint of its own."""
     files = write_rank(folder, state, 0, 1, generators())
-    write_rest(folder, state, 1, files, **about_run(config, config.run.device), why=why, history=[], digest=digest(state),
-               written=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    write_rest(folder, state, 1, files, **about_run(config, config.run.device), why=why, history=[],
+               digest=digest(state), written=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
 def save_capsule(capsule: Capsule, folder: str | Path, found: Found | None = None) -> Path:
     """Write a capsule into a folder; `found`: a checkpoint of the same state, to point to instead of writing another.
@@ -211,5 +214,6 @@ def load_capsule(path: str | Path) -> Capsule:
     state = read_saved(examine(folder / body["checkpoint"], body["step"])).state
     if digest(state) != body["before"]:
         raise Refused(f"{folder}: the state of step {body['step']} does not have the digest it was written with")
-    return Capsule(from_dict(body["config"]), state, read_batches(folder, body["batches"]), body["size"], body["versions"],
-                   body["why"], body["after"], body["record"])
+    batches = read_batches(folder, body["batches"])
+    return Capsule(from_dict(body["config"]), state, batches, body["size"], body["versions"], body["why"],
+                   body["after"], body["record"])

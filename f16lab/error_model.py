@@ -26,7 +26,7 @@ def wide(x: Tensor | None) -> Tensor | None:
     return x if x is None or not x.is_floating_point() else x.detach().double()
 
 def uniform(x: Tensor, sample: int, place: int) -> Tensor:
-    """Noise in [-1/2, 1/2), f64, like `x`: always the same for a sample and a place; draws from no generator of the run."""
+    """Noise in [-1/2, 1/2), f64, like `x`, the same for a sample and a place; no generator of the run is drawn from."""
     own = torch.Generator(x.device).manual_seed(1000 * sample + place)
     return torch.rand(x.shape, generator=own, dtype=F64.dtype, device=x.device) - 0.5
 
@@ -111,7 +111,8 @@ def sizes_of_error(seen: Seen, made: Tensor, y: Tensor, outside: Sequence[Tensor
     return half + WALK * walk + TAIL * (within + partial) + tiny, size + tiny
 
 # %% ../nbs/17c_error_model.ipynb #bb288e90
-def judged(seen: Seen, name: str, made: Tensor, y: Tensor, outside: Sequence[Tensor], inside: Sequence[Tensor]) -> Judged:
+def judged(seen: Seen, name: str, made: Tensor, y: Tensor, outside: Sequence[Tensor], inside: Sequence[Tensor]
+           ) -> Judged:
     """One output judged. Where the exact value is not finite nothing is asked: that was inherited."""
     bound, size = sizes_of_error(seen, made, y, outside, inside)
     told, known = made.detach().double(), torch.isfinite(y)

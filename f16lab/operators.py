@@ -94,7 +94,7 @@ def _single(p: Precision, grad_dtype: torch.dtype | None) -> Precision | None:
     return None if grad_dtype is None else Precision.of(grad_dtype) if p is F32 else p
 
 # %% ../nbs/06a_operators.ipynb #d79553f2
-Inner = Callable[[Tensor, Precision, Precision], Tensor]  # (x, its precision, that of its gradient): x, perhaps disturbed
+Inner = Callable[[Tensor, Precision, Precision], Tensor]  # (x, its precision, its gradient's): x, perhaps disturbed
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +121,8 @@ _watchers: tuple[Watcher, ...] = ()  # rebound, never mutated; empty: nobody pay
 
 @contextmanager
 def watch_operators(watcher: Watcher) -> Iterator[None]:
-    """Inside, `watcher` is given each call of an operator, in both passes; what it returns, if anything, are the outputs
-    that go on. Not under torch.compile."""
+    """Inside, `watcher` is given each call of an operator, in both passes; what it returns, if anything, are the
+    outputs that go on. Not under torch.compile."""
     global _watchers
     _watchers = (*_watchers, watcher)
     try: yield
@@ -162,15 +162,17 @@ def _seen_forward(call: tuple, xs: Sequence[Tensor | None], y: Tensor) -> Tensor
                       lambda xs, inner: (op.plain(*xs, **free),), options.get("accum", F32)))[0]
 
 def _seen_backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor, grads: tuple) -> tuple:
-    """Show the backward pass of an Operator; the gradients that go on."""
+    """What a backward pass returns, shown to those who watch: nothing for the call, then the gradients that go on."""
+    if not watched(): return None, *grads
     op, p, _, layer, options, _ = ctx.call
     free = {name: value for name, value in options.items() if name != "accum"}
     needs = [y is not None for y in grads]
     xs = tuple(g.new_zeros(shape) if x is None and shape is not None else x
                for x, shape in zip(ctx.saved_tensors, ctx.shapes))  # of one that was not saved only the shape matters
-    return shown(Seen(op.name, layer, "backward", p, op.operands, _read(p, (g, *xs)), grads,
-                      lambda xs, inner: derivatives(lambda *t: (op.plain(*t, **free),), xs[:1], xs[1:], needs),
-                      options.get("accum", F32)))
+    seen = Seen(op.name, layer, "backward", p, op.operands, _read(p, (g, *xs)), grads,
+                lambda xs, inner: derivatives(lambda *t: (op.plain(*t, **free),), xs[:1], xs[1:], needs),
+                options.get("accum", F32))
+    return None, *shown(seen)
 
 # %% ../nbs/06a_operators.ipynb #1ba9acd5
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Called:
     outputs: tuple[str, ...] = ("output",)  # the differentiable ones
     accum: Precision = F32          # accumulator of its products
 
-
+# %% ../nbs/06a_operators.ipynb #5369aac5
 def _leaf(x: Tensor | None, need: bool) -> Tensor | None:
     """A leaf with the values of `x` that collects its gradient as `x` does."""
     if not need: return x
@@ -240,8 +242,7 @@ class _Apply(torch.autograd.Function):
         name, names, table = op.name, op.operands, table_for(tensors[0].device.type)
         ctx.kernel = _kernel_allowed(op, table, tensors, p, out, options)
         ctx.native = _plain_allowed(p, out, tensors[0].is_cuda, **options)
-        if ctx.kernel: xs = tensors
-        else: xs = [_enter(t, p, layer, name, n, "forward", "operand") for t, n in zip(tensors, names)]
+        xs = tensors if ctx.kernel else [_enter(t, p, layer, name, n, "forward", "operand") for t, n in zip(tensors, names)]
         if ctx.kernel: y, statistics = op.kernels.forward(*xs, p=p, out=out, **options)
         elif ctx.native and table.path(name, "forward", p) is Path.NATIVE:
             y, statistics = op.plain(*xs, **options), ()
@@ -264,8 +265,8 @@ class _Apply(torch.autograd.Function):
         if ctx.kernel:
             outs = [_single(p, dtype) for dtype in grad_dtypes]
             grads = op.kernels.backward(g, xs, statistics, needs, outs, p=p, **options)
-            grads = tuple(_collect(y, dtype, layer, name, n) for y, dtype, n in zip(grads, grad_dtypes, op.operands))
-            return None, *(_seen_backward(ctx, g, grads) if watched() else grads)
+            return _seen_backward(ctx, g, tuple(_collect(y, dtype, layer, name, n)
+                                                for y, dtype, n in zip(grads, grad_dtypes, op.operands)))
         g = convert_recorded(g, p, layer, name, "grad", "backward", "operand")
         native = ctx.native and table_for(g.device.type).path(name, "backward", p) is Path.NATIVE
         if not (native and _sums_nothing(op, shapes, g)):
@@ -273,8 +274,8 @@ class _Apply(torch.autograd.Function):
             g = convert_recorded(g, work, layer, name, "grad", "backward", "boundary")
             xs = [_enter(x, work, layer, name, n, "backward", "boundary") for x, n in zip(xs, op.operands)]
         grads = op.backward(g, xs, statistics, needs, shapes, **options)
-        grads = tuple(_leave(y, p, dtype, layer, name, n) for y, dtype, n in zip(grads, grad_dtypes, op.operands))
-        return None, *(_seen_backward(ctx, g, grads) if watched() else grads)
+        return _seen_backward(ctx, g, tuple(_leave(y, p, dtype, layer, name, n)
+                                            for y, dtype, n in zip(grads, grad_dtypes, op.operands)))
 
 # %% ../nbs/06a_operators.ipynb #df78e98e
 def apply_operator(

@@ -32,8 +32,8 @@ def meant_weights(trainer: Trainer) -> dict[str, Tensor]:
     for name, p in named_parameters_once(trainer.model):
         kept = (tensors.get(f"optimizer.{role}/{name}") for role in ("master", "compensation"))
         full = full_value(p.detach(), *kept, name)
-        wide = convert_recorded(p.detach(), F32, name, "replay", "weight", "update", "storage") if full is None else full
-        out[name] = wide.clone()
+        if full is None: full = convert_recorded(p.detach(), F32, name, "replay", "weight", "update", "storage")
+        out[name] = full.clone()
     return out
 
 # %% ../nbs/17b_replaying.ipynb #d1d2f419
@@ -72,7 +72,7 @@ class TensorRow:
     update_ratio: float
     lost: float           # share of elements whose intended change was lost
 
-
+# %% ../nbs/17b_replaying.ipynb #866b66b6
 @dataclass(frozen=True)
 class ReplayRow:
     """The step under one profile."""
@@ -100,11 +100,14 @@ class ReplayRow:
         known = [t for t in self.tensors if math.isfinite(t.grad_cosine)]
         return min(known, key=lambda t: t.grad_cosine, default=None)
 
-# %% ../nbs/17b_replaying.ipynb #866b66b6
+# %% ../nbs/17b_replaying.ipynb #e79e4a70
 def angle(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[float, float]:
-    """(cosine, norm of a / norm of b) of two sets of tensors as one vector each; NaN where a norm is 0 or not finite."""
+    """(cosine, norm of a / norm of b) of two sets of tensors, one vector each; NaN where a norm is 0 or not finite."""
     names = [name for name in b if name in a]
-    dot, aa, bb = (sum(float((x[name] * y[name].to(x[name].device)).sum()) for name in names) for x, y in ((a, b), (a, a), (b, b)))
+    def product(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> float:
+        return sum(float((x[name] * y[name]).sum()) for name in names)
+
+    dot, aa, bb = product(a, b), product(a, a), product(b, b)
     if not (math.isfinite(dot) and math.isfinite(aa) and math.isfinite(bb)) or not bb: return math.nan, math.nan
     return (dot / math.sqrt(aa * bb) if aa else math.nan), math.sqrt(aa / bb)
 
@@ -145,17 +148,18 @@ def proven(capsule: Capsule, own: Taken, again: str = "") -> tuple[bool, str]:
     if capsule.after:
         same = own.digest == capsule.after
         differs = [f"{k} {then} → {now}" for k, then, now in _compared(capsule, own) if then != now]
-        return same, ("every bit of the state after the step is that of the run" if same else
-                      f"the state after the step is another one than the run had{': ' if differs else ''}{', '.join(differs)}")
+        other = f"the state after the step is another one than the run had{': ' if differs else ''}{', '.join(differs)}"
+        return same, "every bit of the state after the step is that of the run" if same else other
     same = own.digest == again
-    return same, ("taken twice, with the same bits both times; the run's own digest after this step is not known" if same
-                  else "taken twice, with other bits each time: this step does not repeat itself on this machine")
+    if not same: return same, "taken twice, with other bits each time: this step does not repeat itself on this machine"
+    return same, "taken twice, with the same bits both times; the run's own digest after this step is not known"
 
 def _compared(capsule: Capsule, own: Taken) -> list[tuple[str, Any, Any]]:
     """What was recorded of the step, then and now."""
     names = [name for name in ("loss", "grad_norm", "skip_reason") if name in capsule.record]
     return [(name, capsule.record[name], getattr(own.record, name)) for name in names]
 
+# %% ../nbs/17b_replaying.ipynb #02a6b0c0
 def replay_step(
     capsule: Capsule,
     profiles: Mapping[str, str] | Iterable[str | PrecisionProfile] = (),  # further ones; a mapping gives them names
@@ -170,5 +174,6 @@ def replay_step(
     named = profiles.items() if isinstance(profiles, Mapping) else [(str(p), p) for p in profiles]
     for name, profile in [(name, PrecisionProfile.parse(p)) for name, p in named]:
         try: rows.append(replay_row(name, take(capsule, profile, source, device), own))
-        except (ValueError, NotImplementedError) as error: rows.append(ReplayRow(name, str(profile), refused=str(error)))
+        except (ValueError, NotImplementedError) as error:
+            rows.append(ReplayRow(name, str(profile), refused=str(error)))
     return Replay(capsule.step, tuple(rows), equal, proof)

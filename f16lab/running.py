@@ -143,8 +143,8 @@ def failure(error: Exception, config: TrainConfig) -> str:
     if not out_of_memory(error): return f"{type(error).__name__}: {sentence(error)} (--debug shows where)"
     d, asked = config.data, asked_for(error)
     if d.batch == 1: return f"out of memory{asked} with one sequence: take a smaller --model or a shorter --context"
-    return (f"out of memory{asked}: --batch {d.batch // 2} --accumulate {d.accumulate * 2} trains on the same samples a step "
-            f"with about half the activations (now --batch {d.batch} --accumulate {d.accumulate})")
+    return (f"out of memory{asked}: --batch {d.batch // 2} --accumulate {d.accumulate * 2} trains on the same samples "
+            f"a step with about half the activations (now --batch {d.batch} --accumulate {d.accumulate})")
 
 # %% ../nbs/20c_running.ipynb #46b4930e
 def command_words(command: Command) -> tuple[str, str]:
@@ -154,7 +154,8 @@ def command_words(command: Command) -> tuple[str, str]:
     return command.kind, "" if value is None else str(value)
 
 # %% ../nbs/20c_running.ipynb #31115b97
-def asked(trainer: Trainer, log: RunLog, keeper: Keeper, tell: Callable[[EventRecord], None]) -> Iterator[tuple[str, str]]:
+def asked(trainer: Trainer, log: RunLog, keeper: Keeper, tell: Callable[[EventRecord], None]
+          ) -> Iterator[tuple[str, str]]:
     """The commands of a run between two steps; a capsule that is asked for is the keeper's business."""
     for verb, argument in map(command_words, log.commands()):
         if verb == "capsule": answer(trainer, keeper.ask())

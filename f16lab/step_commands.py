@@ -31,7 +31,8 @@ def step_option(text: str) -> Setting:
 
 def output_options() -> list[Setting]:
     """--device, --json, --html."""
-    return [Setting("--device", metavar="TEXT", default=None, part="Step", help="where to compute  [default: as the run did]"),
+    return [Setting("--device", metavar="TEXT", default=None, part="Step",
+                    help="where to compute  [default: as the run did]"),
             Setting("--json", "as_json", is_flag=True, part="Output", help="print JSON"),
             Setting("--html", metavar="FILE", default=None, part="Output", help="write the figure as a page")]
 
@@ -56,22 +57,24 @@ def draw(html: str | None, figure: Callable[[], Any]) -> None:
     click.echo(f"figure: {write_figure(figure(), html)}", err=True)
 
 # %% ../nbs/20z_step_commands.ipynb #b5b1773b
-REPLAY_COLUMNS = ("profile", "loss", "norm", "scale", "step", "gradient: cosine", "norm ratio", "update: cosine", "norm ratio", "lost",
-                  "efficiency", "worst gradient", "digest")
+REPLAY_COLUMNS = ("profile", "loss", "norm", "scale", "step", "gradient: cosine", "norm ratio", "update: cosine",
+                  "norm ratio", "lost", "efficiency", "worst gradient", "digest")
 
 def replay_cells(replay: Replay) -> list[list[str]]:
     """Rows of texts, one a profile; one that was refused says why."""
     rows = []
     for r in replay.rows:
+        numbers = ((r.grad_cosine, ".7f"), (r.grad_ratio, ".5f"), (r.update_cosine, ".5f"), (r.update_ratio, ".4f"),
+                   (r.lost, ".1%"), (r.efficiency, ".3f"))
+        head = [r.name, shown(r.loss, ".6f"), shown(r.grad_norm, ".4g"), f"{r.loss_scale:g}",
+                r.skip_reason or "updates"]
+        tail = [f"{r.worst.name} {r.worst.grad_cosine:.6f}" if r.worst else "", r.digest[:12]]
         if r.refused: rows.append([r.name, f"refused: {r.refused}", *[""] * (len(REPLAY_COLUMNS) - 2)])
-        else: rows.append([r.name, shown(r.loss, ".6f"), shown(r.grad_norm, ".4g"), f"{r.loss_scale:g}", r.skip_reason or "updates",
-                           *(shown(x, form) for x, form in ((r.grad_cosine, ".7f"), (r.grad_ratio, ".5f"), (r.update_cosine, ".5f"),
-                                                            (r.update_ratio, ".4f"), (r.lost, ".1%"), (r.efficiency, ".3f"))),
-                           f"{r.worst.name} {r.worst.grad_cosine:.6f}" if r.worst else "", r.digest[:12]])
+        else: rows.append([*head, *(shown(x, form) for x, form in numbers), *tail])
     return rows
 
-def show_replay(path: str, step: int | None, profiles: tuple[str, ...], device: str | None, as_json: bool, html: str | None
-                ) -> int:
+def show_replay(path: str, step: int | None, profiles: tuple[str, ...], device: str | None, as_json: bool,
+                html: str | None) -> int:
     """Replay and show; RunFailed if the step does not come out as it was."""
     console = open_console()
     with counting(console, "steps") as tick: capsule, notes = capsule_from(path, step, None, device, tick)
@@ -91,8 +94,9 @@ def show_replay(path: str, step: int | None, profiles: tuple[str, ...], device: 
 # %% ../nbs/20z_step_commands.ipynb #06cb4db2
 REPLAY_HELP = """Take a step again: as it was, proven by digest, and under other profiles.
 
-PATH is the folder of a capsule, or that of a run with --step K. Gradients and updates (optimizer included) are compared with those
-of the run's own profile, which is the first line. The exit code is 1 if the step does not come out as it was."""
+PATH is the folder of a capsule, or that of a run with --step K. Gradients and updates (optimizer included) are
+compared with those of the run's own profile, which is the first line. The exit code is 1 if the step does not come out
+as it was."""
 
 REPLAY_EXAMPLES = """
 f16lab replay data/runs/my-run/capsule_00000412
@@ -126,12 +130,13 @@ def bisect_cells(found: Bisection, count: int) -> list[list[str]]:
 
 def plain_bisection(found: Bisection) -> dict[str, Any]:
     """All of it as plain values."""
-    rows = [{"index": r.index, **asdict(r.place), "precision": r.precision, **asdict(r.judged), "output": r.place.name, "faulty": r.faulty}
+    rows = [{"index": r.index, **asdict(r.place), "precision": r.precision, **asdict(r.judged), "faulty": r.faulty}
             for r in found.rows]
-    return dict(step=found.step, words=found.words, twin=found.twin, first=found.first and found.first.index, notes=found.notes, rows=rows)
+    first = found.first and found.first.index
+    return dict(step=found.step, words=found.words, twin=found.twin, first=first, notes=found.notes, rows=rows)
 
-def show_bisect(path: str, step: int | None, twin: str, profile: str | None, first: bool, count: int, device: str | None, as_json: bool,
-                html: str | None) -> int:
+def show_bisect(path: str, step: int | None, twin: str, profile: str | None, first: bool, count: int,
+                device: str | None, as_json: bool, html: str | None) -> int:
     """Bisect and show; the exit code is 1 if an operator is at fault."""
     console = open_console()
     with counting(console, "steps") as tick: capsule, notes = capsule_from(path, step, None, device, tick)
@@ -151,9 +156,10 @@ def show_bisect(path: str, step: int | None, twin: str, profile: str | None, fir
 # %% ../nbs/20z_step_commands.ipynb #5a59f6b8
 BISECT_HELP = """Name the first operator of a step whose own error is larger than its precision allows.
 
-PATH is the folder of a capsule, or that of a run with --step K. Every operator, forward, backward and optimizer, is compared with its
-formula in f64 on the very numbers that it read; so errors of operators before it do not count. What came in with its inputs is
-measured against a twin of the step in f64 (or f32) and shown beside it. The exit code is 1 if an operator is at fault."""
+PATH is the folder of a capsule, or that of a run with --step K. Every operator, forward, backward and optimizer, is
+compared with its formula in f64 on the very numbers that it read; so errors of operators before it do not count. What
+came in with its inputs is measured against a twin of the step in f64 (or f32) and shown beside it. The exit code is 1
+if an operator is at fault."""
 
 BISECT_EXAMPLES = """
 f16lab bisect data/runs/my-run/capsule_00000412
@@ -166,7 +172,8 @@ def bisect_command(*common: Setting) -> click.Command:
                    help="precision of the twin; none: no inherited errors, less memory  [default: f64]"),
            Setting("--profile", metavar="TEXT", default=None, part="Step", help="another profile than the run's"),
            Setting("--first", is_flag=True, part="Step", help="stop at the first fault"),
-           Setting("--count", metavar="N", type=click.IntRange(0), default=12, part="Output", help="rows to show (0: all)  [default: 12]")]
+           Setting("--count", metavar="N", type=click.IntRange(0), default=12, part="Output",
+                   help="rows to show (0: all)  [default: 12]")]
     def callback(path: str, step: int | None, **given: Any) -> int: return show_bisect(path, step, **given)
     return PartedCommand("bisect", callback=callback, help=BISECT_HELP, examples=BISECT_EXAMPLES, params=[
         click.Argument(["path"]), step_option("of the run at PATH"), *own, *output_options(), *common])
@@ -178,34 +185,39 @@ def travel_cells(arrival: Arrival) -> list[list[str]]:
 
 def plain_arrival(arrival: Arrival, place: Path) -> dict[str, Any]:
     """All but the state as plain values."""
-    return dict(step=arrival.capsule.step, start=arrival.start, equal=arrival.equal, words=arrival.words, capsule=str(place),
-                proofs=[asdict(p) for p in arrival.proofs], notes=arrival.notes)
+    return dict(step=arrival.capsule.step, start=arrival.start, equal=arrival.equal, words=arrival.words,
+                capsule=str(place), proofs=[asdict(p) for p in arrival.proofs], notes=arrival.notes)
 
-def show_travel(run: str, step: int, out: str | None, prove: bool, device: str | None, as_json: bool, html: str | None) -> int:
+def show_travel(run: str, step: int, out: str | None, prove: bool, device: str | None, as_json: bool,
+                html: str | None) -> int:
     """Travel, keep the state as a capsule, and show the proofs; RunFailed if one fails."""
     console, place = open_console(), Path(out) if out else folder_of(run, step)
-    if is_capsule(place): raise ValueError(f"{place} holds a capsule already: use it, or name another folder with --out")
+    if is_capsule(place):
+        raise ValueError(f"{place} holds a capsule already: use it, or name another folder with --out")
     with counting(console, "steps") as tick: arrival = travel(run, step, prove, None, device, tick)
     tell(arrival.notes)
-    if all(p.equal for p in arrival.proofs) and step < arrival.capsule.config.run.steps: save_capsule(arrival.capsule, place)
+    sound = all(p.equal for p in arrival.proofs)
+    if sound: save_capsule(arrival.capsule, place)
     if as_json: click.echo(to_json(plain_arrival(arrival, place)))
     else:
         print_table(console, table("", ("", "after step", "", "compared"), travel_cells(arrival), left=4))
-        print_table(console, facts([("arrived", arrival.words), ("capsule", str(place)), ("look", f"f16lab inspect {place}"),
-                                    ("go on", f"f16lab replay {place}, f16lab bisect {place}")]))
+        kept = [("capsule", str(place)), ("look", f"f16lab inspect {place}"),
+                ("go on", f"f16lab replay {place}, f16lab bisect {place}")] if sound else []
+        print_table(console, facts([("arrived", arrival.words), *kept]))
     def figure() -> Any:
         from f16lab.step_figures import travel_figure
         return travel_figure(arrival)
     draw(html, figure)
-    if not all(p.equal for p in arrival.proofs): raise RunFailed(arrival.words)
+    if not sound: raise RunFailed(arrival.words)
     return 0
 
 # %% ../nbs/20z_step_commands.ipynb #37942f96
 TRAVEL_HELP = """Create the state of a run before step K again, prove it, and keep it as a capsule.
 
-From the nearest checkpoint at or before K, or from the start, the steps are taken again, with the learning rates that were set on the
-way. The state is compared with the digest of a checkpoint or of the run log, at K or at the next step that has one, and every step
-with its record in the log. The exit code is 1 if anything differs; then no capsule is written."""
+From the nearest checkpoint at or before K, or from the start, the steps are taken again, with the learning rates that
+were set on the way. The state is compared with the digest of a checkpoint or of the run log, at K or at the next step
+that has one, and every step with its record in the log. The exit code is 1 if anything differs; then no capsule is
+written."""
 
 TRAVEL_EXAMPLES = """
 f16lab travel data/runs/my-run --step 412
@@ -214,9 +226,12 @@ f16lab travel data/runs/my-run --step 412 --out /tmp/before-the-spike
 
 def travel_command(*common: Setting) -> click.Command:
     """f16lab travel."""
-    step = Setting("--step", metavar="K", type=click.IntRange(0), required=True, part="Step", help="the state before this step")
-    own = [Setting("--out", metavar="DIR", default=None, part="Output", help="folder of the capsule  [default: RUN/capsule_K]"),
-           Setting("--prove/--no-prove", default=True, part="Step", help="go on to the next known digest, if K has none  [default: prove]")]
+    step = Setting("--step", metavar="K", type=click.IntRange(0), required=True, part="Step",
+                   help="the state before this step")
+    own = [Setting("--out", metavar="DIR", default=None, part="Output",
+                   help="folder of the capsule  [default: RUN/capsule_K]"),
+           Setting("--prove/--no-prove", default=True, part="Step",
+                   help="go on to the next known digest, if K has none  [default: prove]")]
     def callback(run: str, **given: Any) -> int: return show_travel(run, **given)
     return PartedCommand("travel", callback=callback, help=TRAVEL_HELP, examples=TRAVEL_EXAMPLES, params=[
         click.Argument(["run"]), step, *own, *output_options(), *common])

@@ -29,8 +29,9 @@ def replay_figure(replay: Replay) -> go.Figure:
         names, style = [t.name for t in row.tensors], dict(color=COLORS[i % len(COLORS)])
         angles = [max(angle_of(t.grad_cosine), SMALLEST) if i else None for t in row.tensors]
         for at, values in ((1, angles), (2, [t.lost for t in row.tensors])):
-            fig.add_scatter(x=names, y=[None if v is None or v != v else v for v in values], name=label(row.name), row=at, col=1,
-                            mode="lines+markers", line=style, legendgroup=str(i), showlegend=at == 2)
+            known = [None if v is None or math.isnan(v) else v for v in values]
+            fig.add_scatter(x=names, y=known, name=label(row.name), row=at, col=1, mode="lines+markers", line=style,
+                            legendgroup=str(i), showlegend=at == 2)
     fig.update_yaxes(title="angle to the run's gradient", type="log", row=1, col=1)
     fig.update_yaxes(title="lost updates", range=[-0.05, 1.05], row=2, col=1)
     return look(fig, f"Step {replay.step} under {len(replay.rows)} profiles", 560)
@@ -45,8 +46,9 @@ def bisect_figure(found: Bisection) -> go.Figure:
         rows = [r for r in found.rows if r.place.phase == phase]
         ys = {1: [r.judged.score for r in rows], 2: [r.judged.inherited for r in rows]}
         for at, values in ys.items():
-            fig.add_scatter(x=[r.index for r in rows], y=[v if math.isfinite(v) and v > SMALLEST else None for v in values], row=at, col=1,
-                            mode="markers", marker=dict(color=color, size=6), name=phase, legendgroup=phase, showlegend=at == 1,
+            known = [v if math.isfinite(v) and v > SMALLEST else None for v in values]
+            fig.add_scatter(x=[r.index for r in rows], y=known, row=at, col=1, mode="markers", name=phase,
+                            marker=dict(color=color, size=6), legendgroup=phase, showlegend=at == 1,
                             text=[label(r.place.words, 80) for r in rows], hovertemplate="%{text}<br>%{y:.2g}")
     fig.add_hline(y=1, line=dict(color=ALERT, dash="dash"), row=1, col=1)
     if (first := found.first) is not None: mark_first(fig, first.index, first.judged.score, first.place.words)
@@ -65,12 +67,14 @@ def travel_figure(arrival: Arrival) -> go.Figure:
     """The way to a step: where it began, the step, and what was compared where (green: equal)."""
     fig, step = go.Figure(), arrival.capsule.step
     end = max([step, *(p.step for p in arrival.proofs)])
-    fig.add_scatter(x=[arrival.start, end], y=["way", "way"], mode="lines", line=dict(color=INK, width=2), showlegend=False)
-    fig.add_scatter(x=[arrival.start, step], y=["way", "way"], mode="markers+text", marker=dict(size=12, color=COLORS[1]), name="state",
-                    text=["checkpoint" if arrival.start else "start", f"before step {step}"], textposition="bottom center")
+    way, names = ["way", "way"], ["checkpoint" if arrival.start else "start", f"before step {step}"]
+    fig.add_scatter(x=[arrival.start, end], y=way, mode="lines", line=dict(color=INK, width=2), showlegend=False)
+    fig.add_scatter(x=[arrival.start, step], y=way, mode="markers+text", marker=dict(size=12, color=COLORS[1]),
+                    name="state", text=names, textposition="bottom center")
     for p in arrival.proofs:
-        fig.add_scatter(x=[p.step], y=[p.what], mode="markers", marker=dict(size=14, color=COLORS[3] if p.equal else ALERT),
-                        name=f"{p.what} {'equal' if p.equal else 'DIFFERENT'}", text=[label(p.words, 100)], hovertemplate="%{text}")
+        mark = dict(size=14, color=COLORS[3] if p.equal else ALERT)
+        fig.add_scatter(x=[p.step], y=[p.what], mode="markers", marker=mark, text=[label(p.words, 100)],
+                        name=f"{p.what} {'equal' if p.equal else 'DIFFERENT'}", hovertemplate="%{text}")
     return look(fig, label(arrival.words, 120), 280, xaxis_title="steps taken", hovermode="closest")
 
 # %% ../nbs/18e_step_figures.ipynb #6d68eda7

@@ -38,7 +38,7 @@ def readable_metas(folder: Path) -> dict[int, Mapping[str, Any]]:
     return out
 
 def recipe_at(folder: Path, step: int) -> TrainConfig:
-    """The recipe under which a run took the step before `step`, as far as its folder tells; ValueError if it does not."""
+    """The recipe under which a run came to `step`, as far as its folder tells; ValueError if it does not."""
     metas = readable_metas(folder)
     if later := [s for s in metas if s >= max(step, 1)]: return from_dict(metas[later[0]]["config"])
     if (folder / "recipe.toml").is_file(): return read_recipe(folder / "recipe.toml")
@@ -73,7 +73,8 @@ def read_diary(folder: Path, first: int, last: int) -> Diary:
 
 def known_digests(folder: Path, diary: Diary) -> dict[int, str]:
     """Digest of the state after so many steps, wherever the folder has one."""
-    return {**diary.digests, **{step: meta["digest"] for step, meta in readable_metas(folder).items() if meta.get("digest")}}
+    metas = readable_metas(folder).items()
+    return {**diary.digests, **{step: meta["digest"] for step, meta in metas if meta.get("digest")}}
 
 # %% ../nbs/17e_travel.ipynb #d0acbe9d
 @dataclass(frozen=True)
@@ -98,12 +99,14 @@ class Arrival:
     @property
     def equal(self) -> bool:
         """No proof fails, and there is a digest among them that is of this state or of a later one."""
-        return all(p.equal for p in self.proofs) and any(p.what == "digest" and p.step >= self.capsule.step for p in self.proofs)
+        reach = [p.step for p in self.proofs if p.what == "digest"]
+        return all(p.equal for p in self.proofs) and max(reach, default=-1) >= self.capsule.step
 
     @property
     def words(self) -> str:
         """One sentence."""
-        at = f"the state before step {self.capsule.step}, from {f'checkpoint {self.start}' if self.start else 'the start'}"
+        origin = f"checkpoint {self.start}" if self.start else "the start"
+        at = f"the state before step {self.capsule.step}, from {origin}"
         if not all(p.equal for p in self.proofs): return f"{at}: it is NOT that of the run"
         return f"{at}: proven by digest" if self.equal else f"{at}: no digest is known that could prove it"
 
@@ -130,7 +133,7 @@ def starting_notes(trainer: Trainer, found: Found) -> list[str]:
     """Load a checkpoint; what differs from the run that wrote it."""
     notes = list(load_found(trainer, found))
     if (ranks := found.meta["versions"].get("ranks", 1)) != 1:
-        notes.append(f"the run had {ranks} ranks; one process adds their gradients in another order, so bits may differ")
+        notes.append(f"the run had {ranks} ranks; one process adds gradients in another order, so bits may differ")
     return notes
 
 def walk(trainer: Trainer, to: int, diary: Diary, tick: Callable[[], None]) -> Iterator[str | Proof]:
@@ -150,14 +153,15 @@ def digest_proof(trainer: Trainer, digests: Mapping[int, str]) -> list[Proof]:
     at = trainer.step_number
     if at not in digests: return []
     own = trainer.digest()
-    return [Proof("digest", at, own == digests[at], f"digest after {at} steps: {own[:16]}, the run had {digests[at][:16]}")]
+    words = f"digest after {at} steps: {own[:16]}, the run had {digests[at][:16]}"
+    return [Proof("digest", at, own == digests[at], words)]
 
 def records_proof(diary: Diary, start: int, end: int, differ: Sequence[str]) -> list[Proof]:
     """The records of the steps that were taken again."""
     known = sum(start <= s < end for s in diary.records)
     if not known: return []
-    words = f"{known} steps taken again: {'; '.join(differ[:3]) if differ else 'loss, norm and loss scale are those of the log, to the bit'}"
-    return [Proof("records", end, not differ, words)]
+    found = "; ".join(differ[:3]) or "loss, norm and loss scale are those of the log, to the bit"
+    return [Proof("records", end, not differ, f"{known} steps taken again: {found}")]
 
 def travel(
     run: str | Path,                # folder of a run
@@ -167,7 +171,7 @@ def travel(
     device: str | None = None,
     tick: Callable[[], None] = lambda: None,  # called after each step
 ) -> Arrival:
-    """The state of a run before `step`, created again and proven. ValueError for a step that the run cannot have had."""
+    """The state of a run before `step`, created again and proven. ValueError for a step that it cannot have had."""
     folder = Path(run)
     if not folder.is_dir(): raise ValueError(f"{folder}: no such folder; give the folder of a run")
     trainer, start, notes = departed(folder, step, source, device)
@@ -190,9 +194,10 @@ def capsule_from(path: str | Path, step: int | None = None, source: Source | Non
     followed one step further. ValueError if it is neither, or the state is not that of the run."""
     if is_capsule(path):
         capsule = load_capsule(path)
-        if step not in (None, capsule.step): raise ValueError(f"{path} is a capsule of step {capsule.step}, not of {step}")
-        return capsule, ()
-    if step is None: raise ValueError(f"{path} is no capsule: name a step of this run with --step, or give the folder of a capsule")
+        if step in (None, capsule.step): return capsule, ()
+        raise ValueError(f"{path} is a capsule of step {capsule.step}, not of {step}")
+    if step is None:
+        raise ValueError(f"{path} is no capsule: name a step of this run with --step, or give the folder of a capsule")
     arrival = travel(path, step, True, source, device, tick)
     if failed := [p.words for p in arrival.proofs if not p.equal]: raise ValueError(f"{arrival.words} ({failed[0]})")
     return arrival.capsule, (arrival.words, *arrival.notes)

@@ -127,6 +127,8 @@ def plain_logits(w: Weights, c: ModelConfig, inputs: Tensor) -> Tensor:
 def check_twin(config: TrainConfig, model: ModelConfig) -> None:
     """NotImplementedError for a model without a twin, and for dropout; a warning for settings that a twin ignores."""
     if isinstance(model, EncoderConfig): raise NotImplementedError("torch_amp has no encoder, only GPTs, mlp and cnn")
+    if hasattr(model, "build"):
+        raise NotImplementedError("torch_amp trains our models; of your own one, watch() shows autocast's work instead")
     if model.dropout:
         raise NotImplementedError(f"torch_amp with dropout={model.dropout}: the twin cannot draw our keyed noise, "
                                   "so use dropout=0")

@@ -147,6 +147,16 @@ def test_the_engine_loop_and_its_probe_take_an_own_model(sources):
     assert len(records) == 2 and {"body.layers.0.linear1", "head"} <= layers
 
 
+def test_profiles_are_compared_on_an_own_model_but_not_with_torch_amp(sources):
+    from f16lab.compare import run_comparison
+    model, config = RUNS["words"]
+    source, short = model.source(sources["markov"]), config.with_(steps=2)
+    result = run_comparison(short, ["f32", "f16"], source=source)
+    assert {c.name for c in result.contenders} == {"f32", "f16"}
+    with pytest.raises(NotImplementedError, match="torch_amp trains our models"):
+        run_comparison(short, ["f32", "torch_amp"], source=source)
+
+
 def test_weights_and_seeds_start_a_run(sources):
     model, config = RUNS["words"]
     source = model.source(sources["markov"])
