@@ -71,6 +71,10 @@ def _enter(x: Tensor | None, p: Precision, *record: str) -> Tensor | None:
     """`x` in `p` through the door, as layer, operator, operand …; None and integer tensors pass."""
     return x if x is None or x.dtype is p.dtype or not x.is_floating_point() else as_operand(x, p, *record)
 
+def _entered(xs: Sequence[Tensor | None], p: Precision, layer: str, op: Operator, *why: str) -> list[Tensor | None]:
+    """The operands of an operator in `p`."""
+    return [_enter(x, p, layer, op.name, n, *why) for x, n in zip(xs, op.operands)]
+
 def _leave(y: Tensor | None, p: Precision, grad_dtype: torch.dtype, layer: str, op: str, operand: str) -> Tensor | None:
     """A gradient on its way out: rounded once to P, then in the precision in which its operand collects gradients."""
     if y is None: return None
@@ -239,20 +243,19 @@ class _Apply(torch.autograd.Function):
     def forward(*args):  # no ctx by name: dynamo, without gradients, would leave it out for operators of two tensors
         ctx, call, tensors = *args[:2], args[2:]
         op, p, out, layer, options, _ = call
-        name, names, table = op.name, op.operands, table_for(tensors[0].device.type)
+        name, table = op.name, table_for(tensors[0].device.type)
         ctx.kernel = _kernel_allowed(op, table, tensors, p, out, options)
         ctx.native = _plain_allowed(p, out, tensors[0].is_cuda, **options)
-        xs = tensors if ctx.kernel else [_enter(t, p, layer, name, n, "forward", "operand") for t, n in zip(tensors, names)]
+        xs = tensors if ctx.kernel else _entered(tensors, p, layer, op, "forward", "operand")
         if ctx.kernel: y, statistics = op.kernels.forward(*xs, p=p, out=out, **options)
         elif ctx.native and table.path(name, "forward", p) is Path.NATIVE:
             y, statistics = op.plain(*xs, **options), ()
         else:
-            ws = [_enter(x, work_of(p), layer, name, n, "forward", "boundary") for x, n in zip(xs, names)]
-            y, statistics = op.forward(*ws, **options)
+            y, statistics = op.forward(*_entered(xs, work_of(p), layer, op, "forward", "boundary"), **options)
             y = convert_recorded(y, out, layer, name, "output", "forward", "boundary")
         if watched(): y = _seen_forward(call, xs, y)
-        keep = op.saves or (True,) * len(xs)
-        ctx.save_for_backward(*(x if k else None for x, k in zip(xs, keep)), *statistics)
+        kept = (x if k else None for x, k in zip(xs, op.saves or (True,) * len(xs)))
+        ctx.save_for_backward(*kept, *statistics)
         ctx.call, ctx.shapes = call, [None if t is None else t.shape for t in tensors]
         return y
 
@@ -270,9 +273,8 @@ class _Apply(torch.autograd.Function):
         g = convert_recorded(g, p, layer, name, "grad", "backward", "operand")
         native = ctx.native and table_for(g.device.type).path(name, "backward", p) is Path.NATIVE
         if not (native and _sums_nothing(op, shapes, g)):
-            work = work_of(p)
-            g = convert_recorded(g, work, layer, name, "grad", "backward", "boundary")
-            xs = [_enter(x, work, layer, name, n, "backward", "boundary") for x, n in zip(xs, op.operands)]
+            g = convert_recorded(g, work_of(p), layer, name, "grad", "backward", "boundary")
+            xs = _entered(xs, work_of(p), layer, op, "backward", "boundary")
         grads = op.backward(g, xs, statistics, needs, shapes, **options)
         return _seen_backward(ctx, g, tuple(_leave(y, p, dtype, layer, name, n)
                                             for y, dtype, n in zip(grads, grad_dtypes, op.operands)))
