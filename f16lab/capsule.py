@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
-import torch
 
 from .checkpoint import FORMAT, OURS, Found, Refused, check_file, examine, later, read_tensors, write_file
 from .config import TrainConfig, from_dict, to_dict

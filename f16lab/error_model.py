@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .operators import Seen
-from .precision import F16, F32, F64, Precision
+from .precision import F16, F64, Precision
 
 # %% ../nbs/17c_error_model.ipynb #93706154
 SAMPLES, WALK, TAIL = 4, 16.0, 12.0  # disturbed results; c of the random walk; standard deviations allowed inside

@@ -33,6 +33,7 @@ from train_runs import RICH, load, rich_source, save, small  # noqa: E402
 
 from f16lab import checkpoint  # noqa: E402
 from f16lab.checkpoint import done_steps, newest, step_of  # noqa: E402
+from f16lab.keeping import Keeper
 from f16lab.resume import resume  # noqa: E402
 from f16lab.runlog import RunReader  # noqa: E402
 from f16lab.running import LOG, begin, follow, opened_log  # noqa: E402
@@ -92,7 +93,7 @@ def go_on(folder: Path, profile: str, ready: int, kill_after: int) -> None:
     with opened_log(folder, t.config, going_on=True) as log:
         os.write(ready, b"x")
         begin(t, folder, log, resumed)
-        for _ in follow(t, log): pass
+        for _ in follow(t, log, Keeper(t, folder)): pass
         t.saver.close()
 
 

@@ -281,9 +281,9 @@ def test_inspect_of_a_damaged_checkpoint_ends_with_1_and_says_what(shell, tmp_pa
 def test_every_deciding_setting_that_a_resume_changes_is_noted(shell, tmp_path):  # noqa: F811
     shell(f"train {TINY} --steps 6 --out run")
     done = shell("resume run --steps 9 --dropout 0.5 --accumulate 2 --eps 1e-6 --every 3")
-    text = examine(tmp_path / "run", 9).meta["history"][0]["text"]
+    told = examine(tmp_path / "run", 9).meta["history"][0]["text"]
     for said in ("dropout was 0.0 and is 0.5", "accumulate was 1 and is 2", "eps was 1e-08 and is 1e-06"):
-        assert text.count(said) == 1 and said in " ".join(done.stdout.split())
+        assert told.count(said) == 1 and said in " ".join(done.stdout.split())
     assert shell("resume run --steps 12").exit_code == 0  # what has not changed since is not said again
     assert "dropout" not in examine(tmp_path / "run", 12).meta["history"][1]["text"]
 
@@ -292,6 +292,6 @@ def test_fewer_steps_than_there_are_and_help_without_wrong_defaults(shell, tmp_p
     shell(f"train {TINY} --steps 6 --out run")
     done = shell("resume run --steps 4")
     assert done.exit_code == 0 and "it has 6 steps already" in done.stdout
-    text = " ".join(shell("resume --help").stdout.split())
-    assert "[default: 200]" not in text and "what is not given stays as it is there" in text
+    told = " ".join(shell("resume --help").stdout.split())
+    assert "[default: 200]" not in told and "what is not given stays as it is there" in told
     assert "nowhere: no such folder" in complaint(shell("verify nowhere"))

@@ -50,9 +50,17 @@ def test_the_bits_do_not_depend_on_the_number_of_blocks(on_host, monkeypatch):
 
 def test_what_the_kernel_does_not_cover_goes_by_torch(on_host, monkeypatch):
     monkeypatch.setattr(column_kernels, "launch", None)  # would fail if it were called
-    odd, shifted = numbers(20, 7, F16), numbers(20, 17, F16).flatten()[4:4 + 160].view(10, 16)
-    for x in (odd, shifted, numbers(6, 8).double(), numbers(8, 6).t(), numbers(0, 8)):
+    odd = numbers(20, 7, F16)
+    for x in (odd, numbers(6, 8).double(), numbers(8, 6).t(), numbers(0, 8)):
         assert torch.equal(column_sums(x), x.reshape(-1, x.shape[-1]).sum(0, dtype=F64.dtype if x.dtype is F64.dtype else F32.dtype))
+
+
+@pytest.mark.parametrize("by", (1, 3, 4, 8))
+def test_an_address_that_no_word_begins_at_is_copied_first(on_host, by):
+    x = numbers(20, 17, F16).flatten()[by:by + 160].view(10, 16)
+    assert torch.equal(column_sums(x), column_sums_plain(x))
+    parts = (x, x.clone() + 1, numbers(20, 17, F16).flatten()[by + 7:by + 167].view(10, 16))
+    assert torch.equal(side_by_side(parts), torch.cat(parts, -1))
 
 
 @pytest.mark.parametrize("p", (F16, BF16, F32), ids=str)

@@ -190,6 +190,17 @@ def test_a_planted_wrong_contender_is_not_inside_noise(source):
     assert len(made.seed_finals) == 2 and len(made.bands) == 1 and len(made.bands[0].losses) == 3
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_planted_bf16_stable_slot_does_not_pass_as_noise(seed):
+    """Norms, softmax and logits in bf16, in runs that are f16 otherwise: the noise they are held to is that of f16."""
+    config = BASE.with_(layers=2, heads=4, batch=8, steps=30, lr=1e-3, seed=seed, eval_every=0, meters_every=0)
+    made = run_comparison(config, {"f32": "f32", "planted": "f16,stable=bf16", "planted, f32 weights": "master_weights,stable=bf16",
+                                   "sound": "master_weights"}, bands=2, distance_every=5)
+    found = verdicts(made)
+    for name in ("planted", "planted, f32 weights"): assert found[name].kind == "leaves the band" and found[name].layer, found[name].words
+    assert found["sound"].kind == "inside noise" and {c.band for c in made.contenders[1:]} == {"f16,rounding=stochastic"}
+
+
 def test_bands_change_nobody(source):
     plain, banded = (run_comparison(BASE, ["f32", "bf16_sr"], bands=n, source=source) for n in (0, 1))
     assert [c.digest for c in plain.contenders] == [c.digest for c in banded.contenders]

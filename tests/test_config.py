@@ -18,7 +18,7 @@ OTHER = dict(  # a value that is allowed and not the default, for every setting
     seed=2**32 - 1, device="cuda:1", eval_every=7, eval_batches=9, sample_every=11, sample_tokens=13, meters_every=3,
     ledger=False, compile="aot_eager", deterministic=False, threads=2, mfu=True, mirrors=True,
     probe_every=5, probe_kinds="grad,v", probe_share=8, probe_micro=True,
-    save_every=50, keep=3, major=100, save_at_end=False, save_on_stop=False,
+    save_every=50, keep=3, major=100, save_at_end=False, save_on_stop=False, capsule_at=7, digest_every=3,
     zero_stage=1, zero_fallback=True, rendezvous="tcp://node1:29500", timeout=20.0, start_timeout=60.0, bucket=1.0)
 OPTIONS = {name: (section, f) for name, section, f in settings_of()}
 
