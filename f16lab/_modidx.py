@@ -1489,6 +1489,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'f16lab.plots.exponent_figure': ('plots.html#exponent_figure', 'f16lab/plots.py'),
                               'f16lab.plots.faded': ('plots.html#faded', 'f16lab/plots.py'),
                               'f16lab.plots.figures': ('plots.html#figures', 'f16lab/plots.py'),
+                              'f16lab.plots.in_reading_order': ('plots.html#in_reading_order', 'f16lab/plots.py'),
                               'f16lab.plots.label': ('plots.html#label', 'f16lab/plots.py'),
                               'f16lab.plots.log_range': ('plots.html#log_range', 'f16lab/plots.py'),
                               'f16lab.plots.look': ('plots.html#look', 'f16lab/plots.py'),

@@ -8,8 +8,8 @@ __all__ = ['MAX_POINTS', 'COLORS', 'INK', 'GRID', 'ALERT', 'SMALLEST', 'WIDTHS',
            'smoothed', 'add_bands', 'deviation_figure', 'log_range', 'add_scale', 'norm_figure', 'two_rows', 'tallied',
            'mean_casts', 'cast_path', 'cast_color', 'cast_tree', 'with_buttons', 'nothing', 'cast_treemap', 'top_casts',
            'cast_table', 'lost_shares', 'efficiency_figure', 'tensor_rows', 'bars', 'memory_figure', 'speed_figure',
-           'distance_rows', 'distance_map', 'distance_figure', 'newest', 'binade_rows', 'exponent_figure', 'with_menu',
-           'figures']
+           'distance_rows', 'distance_map', 'distance_figure', 'newest', 'in_reading_order', 'binade_rows',
+           'exponent_figure', 'with_menu', 'figures']
 
 # %% ../nbs/18_plots.ipynb #7ddd0f83
 import math
@@ -378,7 +378,13 @@ def newest(histograms: Mapping[int, Sequence[Histogram]]) -> dict[str, dict[str,
     out: dict[str, dict[str, Histogram]] = {}
     for step in sorted(histograms)[-4:]:
         for h in histograms[step]: out.setdefault(h.tensor, {})[h.layer] = h
-    return out
+    first = lambda t: ("grad" not in t, not t.startswith("weight"), t)  # noqa: E731 gradients, those of weights first
+    return {tensor: dict(sorted(out[tensor].items(), key=lambda item: in_reading_order(item[0])))
+            for tensor in sorted(out, key=first)}
+
+def in_reading_order(layer: str) -> list[tuple[int, str]]:
+    """A key that sorts blocks.10 behind blocks.9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in layer.split(".")]
 
 def binade_rows(hs: Iterable[Histogram]) -> list[list[float | None]]:
     """Share of a tensor's elements in each drawn binade, as log10; None where there are none."""
@@ -395,7 +401,7 @@ def exponent_figure(comparison: Comparison) -> go.Figure:
     """Exponents of the tensors of each probed contender, layer × binade; a menu chooses contender and tensor."""
     fig, names, low = go.Figure(), [], BINADES[0]
     for c in comparison.contenders:
-        for tensor, by_layer in sorted(newest(c.histograms).items()):
+        for tensor, by_layer in newest(c.histograms).items():
             words = [f"{h.zeros / max(1, h.elements):.1%} zeros, {h.infs + h.nans} not finite, amax {h.amax:.2g}"
                      for h in by_layer.values()]
             names.append(label(f"{c.name}: {tensor}"))
@@ -416,7 +422,8 @@ def with_menu(fig: go.Figure, names: Sequence[str]) -> go.Figure:
     """A menu that shows one trace each."""
     entries = [dict(label=name, method="restyle", args=[{"visible": [j == i for j in range(len(names))]}])
                for i, name in enumerate(names)]
-    menu = dict(type="dropdown", buttons=entries, x=1, y=1.16, xanchor="right", yanchor="bottom", font_size=12)
+    menu = dict(type="dropdown", buttons=entries, x=0, y=1.02, xanchor="left", yanchor="bottom", font_size=12,
+                bgcolor="white", bordercolor="#bbbbbb")
     return fig.update_layout(updatemenus=[menu])
 
 # %% ../nbs/18_plots.ipynb #fd3afc35
