@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TRAIN_HELP', 'TRAIN_EXAMPLES', 'COMPARE_HELP', 'COMPARE_EXAMPLES', 'DEMO_EXAMPLES', 'DEMO_PROFILES', 'DEMO_STEPS',
-           'DEMO_HELP', 'DATA_HELP', 'DATA_EXAMPLES', 'REPORT_HELP', 'BENCH_EXAMPLES', 'BENCH_HELP', 'AUDIT_EXAMPLES',
-           'AUDIT_HELP', 'VERBS', 'HELP', 'exit_code', 'explained', 'Commands', 'among_ranks', 'told_warnings',
-           'run_command', 'debug_option', 'out_option', 'bands_option', 'nproc_option', 'every_option', 'train',
-           'train_command', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command', 'data',
-           'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'bench_command', 'bench',
+           'DEMO_HELP', 'DATA_HELP', 'DATA_EXAMPLES', 'REPORT_HELP', 'BENCH_EXAMPLES', 'BENCH_HELP', 'NOT_BENCHED',
+           'AUDIT_EXAMPLES', 'AUDIT_HELP', 'VERBS', 'HELP', 'exit_code', 'explained', 'Commands', 'among_ranks',
+           'told_warnings', 'run_command', 'debug_option', 'out_option', 'bands_option', 'nproc_option', 'every_option',
+           'train', 'train_command', 'compare_command', 'compare', 'contest', 'demo_command', 'demo', 'data_command',
+           'data', 'check_data', 'doctor_command', 'doctor', 'report_command', 'report', 'bench_command', 'bench',
            'resume_verb', 'inspect_verb', 'replay_verb', 'bisect_verb', 'travel_verb', 'verify_verb', 'audit_command',
            'audit', 'watch_verb', 'command', 'main']
 
@@ -361,9 +361,16 @@ f16lab bench train --model tiny --profiles f32,f16     on a laptop"""
 
 BENCH_HELP = """Measure speed and memory on this machine.
 
-WHAT is kernels or train. Contenders take turns; times are medians with quartiles. All settings of `f16lab train`
-apply to train."""
+WHAT is kernels or train. Contenders take turns; times are medians with quartiles. The settings shown apply
+to train."""
 
+NOT_BENCHED = (  # settings without effect there: a bench has its own tokens and steps, and nothing beside the step
+    "data", "tokenizer", "limit", "shuffle", "steps", "eval_every", "eval_batches", "sample_every", "sample_tokens",
+    "meters_every", "ledger", "mfu", "save_every", "keep", "major", "save_at_end", "save_on_stop", "capsule_at",
+    "digest_every", "probe_every", "probe_kinds", "probe_share", "probe_micro", "zero_stage", "zero_fallback",
+    "rendezvous", "timeout", "start_timeout", "bucket")
+
+# %% ../nbs/21_cli.ipynb #1f66db52
 def bench_command() -> click.Command:
     """f16lab bench."""
     from f16lab.options import setting_options
@@ -374,7 +381,8 @@ def bench_command() -> click.Command:
                    help="timed rounds (train: timed steps)"),
            Setting("--out", metavar="FILE", default=None, part="Bench", help="write everything as JSON")]
     return PartedCommand("bench", callback=bench, help=BENCH_HELP, examples=BENCH_EXAMPLES, params=[
-        click.Argument(["what"], type=click.Choice(["kernels", "train"])), *own, *setting_options(), debug_option()])
+        click.Argument(["what"], type=click.Choice(["kernels", "train"])), *own, *setting_options(NOT_BENCHED),
+        debug_option()])
 
 def bench(what: str, profiles: str, only: tuple[str, ...], rounds: int, out: str | None, **options: Any) -> int:
     """Measure, print, write."""
@@ -382,6 +390,9 @@ def bench(what: str, profiles: str, only: tuple[str, ...], rounds: int, out: str
     from f16lab.options import configured
     from f16lab.profile import PrecisionProfile
     config, page = configured(None, options), Path(out) if out else None
+    idle = [name for name, value in options.items() if value is not None and name != "device"]
+    if what == "kernels" and idle:
+        raise ValueError(f"bench kernels has its own sizes: {', '.join(idle)} would have no effect; --device has one")
     if what == "train":
         names = [name.strip() for name in profiles.split(",") if name.strip()]
         if only: raise ValueError("--only is for `bench kernels`; for train give --profiles A,B")

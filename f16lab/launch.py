@@ -88,9 +88,10 @@ class KernelFolder:
         body = name.encode() + b"\n" + code
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as f:
-                f.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            os.replace(f.name, self.file(*key))
+            with tempfile.TemporaryDirectory(dir=self.path) as own:  # goes away whatever happens
+                made = Path(own) / "kernel"
+                made.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+                os.replace(made, self.file(*key))
         except OSError as e:
             warnings.warn(f"compiled kernels cannot be kept in {self.path} ({e.strerror}): each process compiles them "
                           "again. Name a folder that can be written: F16LAB_CACHE_DIR=…", stacklevel=3)

@@ -15,16 +15,8 @@ template <class P> struct alignas(P::BITS) Eight { u32 w[P::BITS / 4]; };  // ei
 template <class P> F16LAB_FN float number(const Eight<P>& e, int k) {
     if (P::BITS == 32) return bits_float(e.w[k]);
     const u32 word = e.w[k / 2];
-#ifdef __CUDA_ARCH__
-    if (P::BIAS == 15) {
-        float x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)(k % 2 ? word >> 16 : word)));
-        return x;
-    }
+    if (P::BIAS == 15) return f16_value((u16)(k % 2 ? word >> 16 : word));
     return bits_float(k % 2 ? word & 0xFFFF0000u : word << 16);
-#else
-    return widen<P>(k % 2 ? word >> 16 : word & 0xFFFFu);
-#endif
 }
 template <> F16LAB_FN float number<F32>(const Eight<F32>& e, int k) { return bits_float(e.w[k]); }
 

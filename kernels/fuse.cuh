@@ -16,13 +16,7 @@ namespace f16lab {
 // ---------------------------------------------------------------- one element
 template <class P> F16LAB_FN float read(typename P::code c) { return Port<P>::read(c); }
 template <class P> F16LAB_FN typename P::code write(float x) { return Port<P>::write(x, false); }
-template <> F16LAB_FN float read<F16>(u16 c) {
-#ifdef __CUDA_ARCH__
-    float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(c)); return x;
-#else
-    return Port<F16>::read(c);
-#endif
-}
+template <> F16LAB_FN float read<F16>(u16 c) { return f16_value(c); }
 template <> F16LAB_FN u16 write<F16>(float x) {
 #ifdef __CUDA_ARCH__
     u16 c; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(c) : "f"(x));

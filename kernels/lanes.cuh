@@ -89,14 +89,7 @@ template <> struct Lane<BF16> {
 };
 template <> struct Lane<F16> {
     static F16LAB_FN float get(const u32* w, int i) {
-        const u16 c = (u16)(i % 2 ? w[i / 2] >> 16 : w[i / 2]);
-#ifdef __CUDA_ARCH__
-        float x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(c));
-        return x;
-#else
-        return widen<F16>(c);
-#endif
+        return f16_value((u16)(i % 2 ? w[i / 2] >> 16 : w[i / 2]));
     }
     static F16LAB_FN void write(u32* w, int i, float lo, float hi, bool) {
 #ifdef __CUDA_ARCH__

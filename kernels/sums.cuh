@@ -20,15 +20,7 @@ template <> struct Wide<F64> {
 };
 template <> struct Wide<F16> {
     typedef float type;
-    static F16LAB_FN float read(u16 c) {
-#ifdef __CUDA_ARCH__
-        float x;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(c));
-        return x;
-#else
-        return widen<F16>(c);
-#endif
-    }
+    static F16LAB_FN float read(u16 c) { return f16_value(c); }
 };
 
 // noise_at for many indices under one key: the hash of the high half is kept while it stays the same.

@@ -1,6 +1,7 @@
 """The benches: contenders take turns, groups add up, a wrong word is refused before work starts."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -133,3 +134,17 @@ def test_bench_says_what_is_wrong_before_it_measures():
     ):
         done = CliRunner().invoke(command(), ["bench", *words], standalone_mode=False)
         assert done.exit_code == 2 and said in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize("words,said", [
+    ("bench kernels --model d12 --batch 4", "model, batch would have no effect"), ("bench train --data markov", "No such option.*--data"),
+    ("bench train --steps 5", "No such option.*--steps"), ("bench train --probe-every 1", "No such option.*--probe-every")])
+def test_a_setting_that_a_bench_would_ignore_is_refused(words, said):
+    result = CliRunner().invoke(command(), words.split())
+    assert result.exit_code == 2 and re.search(said, result.output), result.output
+
+
+def test_settings_that_a_bench_leaves_out_exist():
+    from f16lab.cli import NOT_BENCHED
+    from f16lab.config import settings_of
+    assert set(NOT_BENCHED) <= {name for name, _, _ in settings_of()}
