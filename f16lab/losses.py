@@ -17,7 +17,7 @@ from torch import Tensor
 from .cast import cast, convert_recorded, grad_dtype_of, only_once
 from .device import Path, table_for
 from .loss_kernels import cross_entropy_both, cross_entropy_gradients, cross_entropy_losses, host_and_device
-from .matmul import product
+from .matmul import add_product, product
 from .mirror import as_operand
 from .operators import Called, Inner, as_watched, precision_of, work_of
 from .precision import BF16, F16, F32, F64, Precision
@@ -230,9 +230,8 @@ def _logits(x: Tensor, w: Tensor, h: HeadOptions) -> Tensor:
 def _add_product(total: Tensor, a: Tensor, b: Tensor, accum: Precision) -> Tensor:
     """total + a b in f32, in the memory of `total`; the sum inside the product has the accumulator `accum`."""
     if accum is F16: return total.add_(product(a, b, accum))
-    kind = {} if a.dtype is F32.dtype else {"out_dtype": F32.dtype}
-    if torch.compiler.is_compiling(): return torch.addmm(total, a, b, **kind)  # a tracer wants no `out`
-    return torch.addmm(total, a, b, out=total, **kind)
+    add_product(total, a, b)
+    return total
 
 def _head_chunk_direct(x: Tensor, w: Tensor, targets: Tensor, h: HeadOptions, dw: Tensor | None
                        ) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -72,7 +72,7 @@ def test_a_step_takes_at_most_two_looks_at_the_device(monkeypatch):
     def allowed(name):
         original = getattr(torch.Tensor, name)
         def look(self):
-            seen.append(name)
+            if self.is_cuda: seen.append(name)
             torch.cuda.set_sync_debug_mode("default")
             try: return original(self)
             finally: torch.cuda.set_sync_debug_mode("error")
@@ -81,7 +81,7 @@ def test_a_step_takes_at_most_two_looks_at_the_device(monkeypatch):
     torch.cuda.set_sync_debug_mode("error")
     try: run.step()  # micro-steps and the update may not wait for the GPU; loss and norm may
     finally: torch.cuda.set_sync_debug_mode("default")
-    assert len([name for name in seen if name]) <= 2, seen
+    assert len(seen) <= 2, seen
 
 
 def test_boundary_everywhere_trains_too(monkeypatch):
@@ -126,9 +126,9 @@ def test_out_of_memory_names_the_knob_and_the_size(tmp_path):
     from click.testing import CliRunner
 
     from f16lab.cli import command
-    torch.cuda.set_per_process_memory_fraction(0.02)
+    torch.cuda.set_per_process_memory_fraction(0.05)
     try:
-        words = f"train --f16 --model d12 --batch 64 --data markov --steps 1 --device cuda --eval-every 0 --out {tmp_path / 'r'}"
+        words = f"train --f16 --model d12 --batch 32 --data markov --steps 1 --device cuda --eval-every 0 --out {tmp_path / 'r'}"
         result = CliRunner().invoke(command(), words.split(), standalone_mode=False)
     finally: torch.cuda.set_per_process_memory_fraction(1.0)
     said = f"{result.output} {result.exception}"
