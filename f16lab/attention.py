@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['composed_attention', 'deterministic_algorithms', 'fused_backend', 'fused_attention', 'fused_attention_backward',
-           'meant_attention', 'attention', 'split_heads', 'merge_heads']
+           'meant_attention', 'nothing', 'attention', 'split_heads', 'merge_heads']
 
 # %% ../nbs/06f_attention.ipynb #70783c63
 import math
@@ -19,7 +19,7 @@ from .column_kernels import side_by_side
 from .device import Path, table_for
 from .matmul import batched_matmul
 from .operators import Called, Inner, as_watched, precision_of
-from .precision import F32, Precision
+from .precision import F32, F64, Precision
 from .rows import softmax
 
 # %% ../nbs/06f_attention.ipynb #501e271b
@@ -123,10 +123,21 @@ class _Fused(torch.autograd.Function):
 
 # %% ../nbs/06f_attention.ipynb #7fc6718a
 def meant_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: Precision, inner: Inner) -> Tensor:
-    """What fused attention means, in any precision; tensor cores read the probabilities in `p`."""
+    """What fused attention means, in any precision: probabilities and gradients of scores go through tensor cores in `p`,
+    and the backward takes Σ g·out from an output that was rounded (Dao, arXiv 2307.08691, algorithm 2)."""
     scores, past = q @ k.mT / math.sqrt(q.shape[-1]), torch.ones(q.shape[-2], k.shape[-2], device=q.device).tril() > 0
+    scores = inner(scores, F64, p)
     if causal: scores = scores.masked_fill(~past, -math.inf)
-    return inner(torch.softmax(scores, -1), p, p) @ v
+    exact = torch.softmax(scores, -1)
+    out = inner(exact, p, F64) @ v
+    rounding = (inner(out, p, F64) - out).detach()
+    return out + rounding * nothing(exact, scores)
+
+
+def nothing(probabilities: Tensor, scores: Tensor) -> Tensor:
+    """0 [..., T, 1] that hands an error of Σ g·out on to the gradients of scores as the backward does: times -P or P."""
+    weighed = (probabilities.detach() * scores.masked_fill(scores.isinf(), 0.0)).sum(-1, keepdim=True)
+    return weighed - weighed.detach()
 
 # %% ../nbs/06f_attention.ipynb #f215a918
 def attention(

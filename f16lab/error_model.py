@@ -66,8 +66,10 @@ def terms(seen: Seen, y: Tensor) -> int:
     return max([2, rows, *sizes, *(x.numel() // max(1, y.numel()) for x in seen.inputs if x is not None)])
 
 def unit_of(seen: Seen) -> float:
-    """Unit roundoff of the arithmetic inside."""
-    return 2.0**-53 if seen.p is F64 else 2.0**-24
+    """Unit roundoff of the arithmetic inside; tensor cores, which take 16-bit operands, cut off instead of rounding."""
+    if seen.p is F64: return 2.0**-53
+    cut = seen.p.bits <= 16 and any(x is not None and x.is_cuda for x in seen.inputs)
+    return 2.0**-23 if cut else 2.0**-24
 
 def spread(samples: Sequence[Tensor], y: Tensor) -> Tensor:
     """Root mean square distance of samples from `y`, element by element."""

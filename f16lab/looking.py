@@ -28,6 +28,7 @@ from .inputs import Source
 from .precision import Precision
 from .probes import ROW, DeviceTally, Label, Tally, sampled
 from .rounding import squirrel_noise5, tensor_id
+from .sum_kernels import spans
 from .train import Trainer
 
 # %% ../nbs/16a_looking.ipynb #aa5c62a4
@@ -194,6 +195,7 @@ class GroupPlaces:
         sampled_rows = look.share > 1 and whole and group.device.type == "cpu"
         self.sample = FlatSample(group.layout, look.share) if sampled_rows else None
         self.before: Tensor | None = None
+        self.known: dict[int, Tensor] = {}  # spans, by the length of the buffer
 
     def labelled(self, kind: str, p: Precision, phase: str) -> list[Label]:
         """Labels of one buffer, made once."""
@@ -235,9 +237,21 @@ class GroupLook(GroupPlaces):
         """Count one buffer [blocks, 1024], or this rank's part of it."""
         labels = self.labelled(kind, Precision.of(flat), phase)
         if self.sample is not None: self.put(tally, labels, self.rows(flat, key, step), self.sample.pick(key, step))
+        elif self.at_once(tally, flat): tally.add_parts(labels, flat, self.parts(flat))
         else:
             for i, (start, stop), place in self.places(flat):
                 if self.turn(i, step): tally.add(labels[i], self.part(flat, i, start, stop, place, key))
+
+    def at_once(self, tally: Tally | DeviceTally, flat: Tensor) -> bool:
+        """Whether every element of every tensor is counted, on a device that can do so in one go."""
+        return self.look.share == 1 and isinstance(tally, DeviceTally) and flat.dtype is not torch.float64
+
+    def parts(self, flat: Tensor) -> Tensor:
+        """The `spans` of a buffer, whole or this rank's part of it; made once for each."""
+        if len(flat) not in self.known:
+            self.known[len(flat)] = spans(((place, stop - start, i) for i, (start, stop), place in self.places(flat)),
+                                          flat.device)
+        return self.known[len(flat)]
 
     def put(self, tally: Tally, labels: list[Label], rows: Tensor, pick: Pick) -> None:
         """Copy sampled rows into the room of a tally, all at once if they fit."""
@@ -262,6 +276,7 @@ def see_update(look: GroupLook, tally: Tally | DeviceTally, key: int, step: int)
     labels = look.labelled("update", Precision.of(flat), "update")
     if look.sample is not None:
         look.put(tally, labels, look.rows(flat, key, step).to(wide).sub_(before), look.sample.pick(key, step))
+    elif look.at_once(tally, flat): tally.add_parts(labels, before.to(wide).neg_().add_(flat), look.parts(flat))
     else:
         for i, (start, stop), place in look.places(flat):
             if not look.turn(i, step): continue
@@ -296,6 +311,12 @@ class RunSites(StepProbe):
     def __exit__(self, *exc: Any) -> None:
         self.hooks.__exit__()
         self.trainer.probe = None
+
+    def moved(self) -> None:
+        """The trainer has got another model and optimizer: look into those from now on."""
+        RunSites.__exit__(self)
+        RunSites.__init__(self, self.trainer, self.look)
+        RunSites.__enter__(self)
 
     def turn(self, number: int, gradient: bool) -> bool:
         """Whether it is this module's turn: its output's, and some steps later its gradient's."""

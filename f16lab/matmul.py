@@ -56,7 +56,9 @@ def product(
 # %% ../nbs/06b_matmul.ipynb #38b4cf49
 def _linear_plain(x, w, b, accum=F32):
     if accum is not F16: return F.linear(x, w, b)
-    return product(x, w.t(), accum) if b is None else product(x, w.t(), accum).add_(b)
+    y = product(x, w.t(), accum)
+    if b is None: return y
+    return y + b if torch.compiler.is_compiling() else y.add_(b)  # in place, a traced operator's result has no gradient
 
 def _linear_forward(x, w, b, accum=F32):
     if accum is not F16: return F.linear(x, w, b), ()

@@ -89,9 +89,9 @@ class Finite:
             self.outputs[id(x)] = x
             if x.requires_grad: x.register_hook(partial(self.returned, path, f"{name}.grad", id(x)))
 
-    def returned(self, path: str, name: str, key: int, g: Tensor) -> None:
-        """The gradient of an output."""
-        self.note("backward", path, name, g, self.readers[key][1] if key in self.readers else "")
+    def returned(self, path: str, name: str, key: int, g: Tensor | None) -> None:
+        """The gradient of an output; None if nothing read it."""
+        if g is not None: self.note("backward", path, name, g, self.readers[key][1] if key in self.readers else "")
 
 # %% ../nbs/16i_origin.ipynb #e843e9cc
 class Traced(Finite):
@@ -101,6 +101,7 @@ class Traced(Finite):
         """The first that is not finite, `gradients` of weights (by name) last; None if all are. Reads the device."""
         marks, flags = list(self.marks), list(self.flags)
         for name, g in (gradients or {}).items():
+            if g is None: continue
             marks.append(Mark("weights", name.rpartition(".")[0], f"{name.rpartition('.')[2]}.grad", ""))
             flags.append(torch.isfinite(g.detach()).all())
         finite = torch.stack(flags).tolist() if flags else []

@@ -23,7 +23,7 @@ from torch import Tensor
 from .events import Histogram
 from .packing import HistogramTable
 from .precision import E4M3, Precision
-from .sum_kernels import exponent_counts
+from .sum_kernels import COUNTS, count_into, count_parts_into
 
 # %% ../nbs/16_probes.ipynb #40ca75dc
 ROW = 128  # numbers in a row of a room
@@ -254,27 +254,42 @@ def as_table(labels: Sequence[Label], counts: Counts) -> HistogramTable:
 class DeviceTally:
     """The same for CUDA tensors: counted by the kernel where they lie; `table` copies all counts at once."""
 
-    def __init__(self) -> None: self.index, self.found = {}, []
+    def __init__(self) -> None: self.labels, self.index, self.rows = [], {}, None
+
+    def take_rows(self, labels: Sequence[Label], device: torch.device) -> Tensor:
+        """Rows of counts for new labels, int64 [labels, 260] on the device; there until `table` is called."""
+        used, more = len(self.labels), len(labels)
+        if self.rows is None or used + more > len(self.rows):
+            grown = torch.zeros(max(1024, 2 * (used + more)), COUNTS, dtype=torch.int64, device=device)
+            if used: grown[:used] = self.rows[:used]
+            self.rows = grown
+        self.labels += labels
+        return self.rows[used : used + more]
 
     def add(self, label: Label, x: Tensor) -> None:
         """Count all of `x`."""
-        x = x.detach()
-        i = self.index.setdefault(label, len(self.index))
-        self.found.append((i, exponent_counts(stand_in(x) if x.dtype is torch.float64 else x)))
+        x = stand_in(x.detach()) if x.dtype is torch.float64 else x.detach()
+        if (i := self.index.get(label)) is None:
+            self.index[label] = i = len(self.labels)
+            self.take_rows([label], x.device)
+        count_into(x, self.rows[i])
+
+    def add_parts(self, labels: Sequence[Label], flat: Tensor, parts: Tensor) -> None:
+        """Count tensors that lie in one buffer; parts: `spans` whose rows are numbers of labels. Not in f64."""
+        count_parts_into(flat.detach(), parts, self.take_rows(labels, flat.device))
 
     def table(self) -> HistogramTable:
         """All that was counted since the last call; one copy from the device."""
-        labels, out = tuple(self.index), Counts.none(len(self.index))
-        if self.found:
-            tops = torch.stack([c.amax for _, c in self.found]).view(torch.int32).to(torch.int64)
-            host = torch.cat([torch.stack([c.counts for _, c in self.found]), tops], 1).cpu().numpy()
-            for (i, _), row in zip(self.found, host):
-                out.fields[i] += row[:256]
-                out.apart[i] += row[0] - row[256], row[257], row[258]
-                out.top[i] = max(out.top[i], row[259])
+        labels, used = self.labels, len(self.labels)
+        out = Counts.none(used)
+        if used:
+            host = self.rows[:used].cpu().numpy()
+            out.fields[:], out.top[:] = host[:, :256], host[:, 259]
+            out.apart[:] = np.stack([host[:, 0] - host[:, 256], host[:, 257], host[:, 258]], 1)
             out.fields[:, 1] += out.apart[:, 0]
             out.fields[:, 0] -= out.apart[:, 0]
-        self.index, self.found = {}, []
+            self.rows[:used].zero_()
+        self.labels, self.index = [], {}
         return as_table(labels, out)
 
 # %% ../nbs/16_probes.ipynb #37a1279b

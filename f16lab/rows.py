@@ -251,8 +251,8 @@ def residual_layer_norm(
         called = Called("residual_layer_norm", norm_layer, stable, p, ("x", "r", "weight", "bias"), rounds=True,
                         outputs=("sum", "output"))
         def formula(t: tuple, inner: Callable) -> tuple:
-            y = inner(t[0] + t[1], p, p)
-            return y, _ln_plain(y, *t[2:], eps)
+            y = inner(t[0] + t[1], p, F64)
+            return y, _ln_plain(inner(y, F64, p), *t[2:], eps)  # its gradient is rounded before the later one is added
         return as_watched(both, formula, called, x, r, w, b)
     y = add(x, r, p=p, layer=layer)
     return y, layer_norm(y, w, b, p=stable, out=out, eps=eps, layer=norm_layer)

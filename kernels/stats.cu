@@ -3,7 +3,8 @@
 // Reference  f16lab.sum_kernels.count_plain
 // Layout     x: flat, n elements, any alignment (16-byte loads where it allows). counts[0..255]: elements by the exponent field
 //            of their f32 value (0: zeros and f32 subnormals; 255: infinities and NaN), counts[256]: zeros, [257]: infinities,
-//            [258]: NaN, as in cast.cu; added to what is there. amax_bits: f32 bits of the largest finite magnitude
+//            [258]: NaN, as in cast.cu; added to what is there. amax_bits: f32 bits of the largest finite magnitude.
+//            stats_parts: parts [K] of a flat buffer, each counted in a row of 260: counts, and the bits of the largest
 // Launch     grid-stride, four packs of 16 bytes a thread in flight; any grid of blocks of 256 threads, best six a multiprocessor,
 //            which all run at once
 // Numerics   integers: the counts of the reference for any grid, below 2^32 elements a block
@@ -74,19 +75,22 @@ template <class P> __device__ __forceinline__ void spell(u64 times, u64* counts,
     else atomicMax(amax_bits, a);
 }
 
+// What a block of 256 threads counts in.
+struct Room { u32 bins[WARPS * 256], all[4], counted; };  // all: live; infinities; NaN; the largest. counted: all elements
+
+__device__ __forceinline__ void clear(Room& room) {
+    for (int i = threadIdx.x; i < WARPS * 256; i += blockDim.x) room.bins[i] = 0;
+    if (threadIdx.x < 4) room.all[threadIdx.x] = 0;
+    if (threadIdx.x == 0) room.counted = 0;
+    __syncthreads();
+}
+
+// Counts x[0 … n): this thread takes every stride-th pack, from its first one on.
 template <class P>
-__global__ void __launch_bounds__(256, 6) stats(const typename P::code* __restrict__ x, i64 n, u64* counts, u32* amax_bits) {
+__device__ __forceinline__ void sweep(const typename P::code* __restrict__ x, i64 n, i64 first, i64 stride, u32* bins, Seen& seen) {
     typedef typename P::code code;
     enum { V = 16 / sizeof(code) };
-    alignas(1024) __shared__ u32 bins[WARPS * 256];
-    __shared__ u32 all[4], counted;  // live; infinities; NaN; the largest. counted: all elements
     const u32 at = bins_at(bins, threadIdx.x / 32);
-    for (int i = threadIdx.x; i < WARPS * 256; i += blockDim.x) bins[i] = 0;
-    if (threadIdx.x < 4) all[threadIdx.x] = 0;
-    if (threadIdx.x == 0) counted = 0;
-    __syncthreads();
-    Seen seen = {0, 0, 0, 0};
-    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, stride = (i64)gridDim.x * blockDim.x;
     const i64 packs = aligned_to<16>(x) ? n / V : 0;
     i64 g = first;
     for (; g + (AHEAD - 1) * stride < packs; g += AHEAD * stride) {
@@ -98,18 +102,49 @@ __global__ void __launch_bounds__(256, 6) stats(const typename P::code* __restri
     }
     for (; g < packs; g += stride) count<P, V>(((const Pack<code, V>*)x)[g], bins, at, seen);
     for (i64 i = packs * V + first; i < n; i += stride) count<P, 1>(*(const Pack<code, 1>*)(x + i), bins, at, seen);
-    atomicAdd(all, seen.live);
-    atomicAdd(all + 1, seen.infinities);
-    atomicAdd(all + 2, seen.nans);
-    atomicMax(all + 3, seen.top);
+}
+
+// Adds what the block has counted to the counts of its tensor.
+template <class P> __device__ __forceinline__ void settle(Room& room, const Seen& seen, u64* counts, u32* amax_bits) {
+    atomicAdd(room.all, seen.live);
+    atomicAdd(room.all + 1, seen.infinities);
+    atomicAdd(room.all + 2, seen.nans);
+    atomicMax(room.all + 3, seen.top);
     __syncthreads();
     u64 times = 0;
-    for (int w = 0; w < WARPS; ++w) times += bins[w * 256 + threadIdx.x];
+    for (int w = 0; w < WARPS; ++w) times += room.bins[w * 256 + threadIdx.x];
     if (P::BITS == 8) { spell<P>(times, counts, amax_bits); return; }
     give(counts, threadIdx.x, times);
-    atomicAdd(&counted, (u32)times);
+    atomicAdd(&room.counted, (u32)times);
     __syncthreads();
-    if (threadIdx.x == 0) give(counts, 256, counted - all[0]);
-    if (threadIdx.x == 1 || threadIdx.x == 2) give(counts, 256 + threadIdx.x, all[threadIdx.x]);
-    if (threadIdx.x == 3 && all[3]) atomicMax(amax_bits, all[3]);
+    if (threadIdx.x == 0) give(counts, 256, room.counted - room.all[0]);
+    if (threadIdx.x == 1 || threadIdx.x == 2) give(counts, 256 + threadIdx.x, room.all[threadIdx.x]);
+    if (threadIdx.x == 3 && room.all[3]) atomicMax(amax_bits, room.all[3]);
+}
+
+template <class P>
+__global__ void __launch_bounds__(256, 6) stats(const typename P::code* __restrict__ x, i64 n, u64* counts, u32* amax_bits) {
+    alignas(1024) __shared__ Room room;
+    clear(room);
+    Seen seen = {0, 0, 0, 0};
+    sweep<P>(x, n, (i64)blockIdx.x * blockDim.x + threadIdx.x, (i64)gridDim.x * blockDim.x, room.bins, seen);
+    settle<P>(room, seen, counts, amax_bits);
+}
+
+struct Part { i64 start, count, row; };  // elements start … start + count of the buffer belong to a tensor with this row
+
+// Many tensors of one flat buffer in one launch, a part a block: parts of a tensor may come in any order.
+template <class P>
+__global__ void __launch_bounds__(256, 6) stats_parts(const typename P::code* __restrict__ x, const Part* __restrict__ parts, i64 K,
+                                                      u64* rows) {
+    alignas(1024) __shared__ Room room;
+    for (i64 k = blockIdx.x; k < K; k += gridDim.x) {
+        const Part part = parts[k];
+        clear(room);
+        Seen seen = {0, 0, 0, 0};
+        sweep<P>(x + part.start, part.count, threadIdx.x, blockDim.x, room.bins, seen);
+        u64* counts = rows + 260 * part.row;
+        settle<P>(room, seen, counts, (u32*)(counts + 259));
+        __syncthreads();
+    }
 }

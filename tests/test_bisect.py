@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from f16lab import optim, pointwise
+from f16lab.attention import meant_attention
 from f16lab.bisect import Bisection, Counted, Place, bisect, twin_outputs
 from f16lab.capsule import Capsule, capsule_of, restored
 from f16lab.config import TrainConfig
 from f16lab.error_model import judge, to_bits
 from f16lab.nn import named_parameters_once
-from f16lab.operators import watch_operators
+from f16lab.operators import Seen, derivatives, watch_operators
 from f16lab.precision import BF16, F16, F32, F64
 from f16lab.ops import add, layer_norm, linear, softmax
 from f16lab.profile import PRESETS
@@ -40,14 +41,14 @@ def boxed(profile: str, layers: int = 4, steps: int = 5, **changes) -> Capsule:
 
 
 @cache
-def positions(profile: str) -> tuple[Place, ...]:
+def positions(profile: str, **changes) -> tuple[Place, ...]:
     """Where a fault can be planted: each output of each operator, in both passes."""
-    found = bisect(boxed(profile), twin=None)
+    found = bisect(boxed(profile, **changes), twin=None)
     assert found.first is None and not found.record.skipped, found.words
     return tuple(row.place for row in found.rows if row.place.phase != "optimizer")
 
 
-def planted(profile: str, place: Place, bits: int = 5) -> tuple[Bisection, bool]:
+def planted(profile: str, place: Place, bits: int = 5, **changes) -> tuple[Bisection, bool]:
     """The search while the output at a place is rounded to five bits, and whether that changed it.
 
     The rule: where five bits hold the output exactly, nothing was planted, and the position is left out."""
@@ -62,14 +63,14 @@ def planted(profile: str, place: Place, bits: int = 5) -> tuple[Bisection, bool]
         changed[0] = not torch.equal(outputs[i], seen.outputs[i])
         return outputs
 
-    with watch_operators(fault): return bisect(boxed(profile), twin=None, only_first=True), changed[0]
+    with watch_operators(fault): return bisect(boxed(profile, **changes), twin=None, only_first=True), changed[0]
 
 
-def named(profile: str, places: tuple[Place, ...]) -> tuple[int, list[str]]:
+def named(profile: str, places: tuple[Place, ...], **changes) -> tuple[int, list[str]]:
     """How many planted faults were named right, and the others in words."""
     right, wrong = 0, []
     for place in places:
-        found, changed = planted(profile, place)
+        found, changed = planted(profile, place, **changes)
         if not changed: continue
         if found.first is not None and found.first.place == place: right += 1
         else: wrong.append(f"{place.words} → {found.first and found.first.place.words}")
@@ -184,6 +185,34 @@ def test_no_false_alarm_on_hard_numbers(p, scale):
     for call in calls: assert not any(j.faulty for j in judged(call)), judged(call)
 
 
+def tiled_backward(g, q, k, v, p):
+    """Gradients of causal attention with the roundings of a fused backward, and its rounded output."""
+    def low(x): return x.to(p.dtype).double()
+    past = torch.ones(q.shape[-2], k.shape[-2]).tril() > 0
+    scale = q.shape[-1] ** -0.5
+    exact = torch.softmax((q @ k.mT * scale).masked_fill(~past, -torch.inf), -1)
+    out = low(low(exact) @ v)
+    ds = low(exact * (g @ v.mT - (g * out).sum(-1, keepdim=True)))
+    return tuple(x.to(p.dtype) for x in (ds @ k * scale, ds.mT @ q * scale, low(exact).mT @ g)), out.to(p.dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 30.0])
+@pytest.mark.parametrize("p", [F16, BF16], ids=str)
+def test_a_fused_backward_is_sound_and_a_coarser_one_is_not(p, scale):
+    draw = torch.Generator().manual_seed(6)
+    g, q, k, v = ((torch.randn(2, 3, 40, 16, generator=draw) * s).to(p.dtype) for s in (scale, 1, 1, 1))
+    wide = tuple(x.double() for x in (g, q, k, v))
+
+    def formula(xs, inner):
+        return derivatives(lambda *a: (meant_attention(*a, True, p, inner),), xs[:1], xs[1:], (True,) * 3)
+
+    def verdict(grads):
+        return judge(Seen("attention", "", "backward", p, ("q", "k", "v"), (g, q, k, v), grads, formula, rounds=True))
+    grads, out = tiled_backward(*wide, p)
+    assert not any(j.faulty for j in verdict(grads)), verdict(grads)
+    assert all(j.faulty for j in verdict(tuple(to_bits(x, p.mantissa_bits - 3) for x in grads)))
+
+
 @pytest.mark.parametrize("p, lost", [(F16, 2), (BF16, 2), (F32, 9)])
 def test_bits_too_few_are_seen(p, lost):
     g = torch.Generator().manual_seed(4)
@@ -214,3 +243,18 @@ if __name__ == "__main__":  # the whole table
         left_out = len(positions(text)) - right - len(wrong)
         print(f"{text:<16} {len(positions(text))} positions, {left_out} exact in five bits, {right} of {right + len(wrong)} named", *wrong[:5],
               sep="\n    ", flush=True)
+
+
+# ---------------------------------------------------------------- on a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("profile", [*PRESETS, "f16,accum=f16"])
+def test_a_sound_step_on_a_gpu_has_no_fault(profile):
+    found = bisect(boxed(profile, 2, 4, device="cuda", channels=64, context=64), twin=None)
+    assert found.first is None or found.record.skipped, found.words
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("profile", ["f16", "bf16"])
+def test_a_planted_fault_on_a_gpu_is_named(profile):
+    right, wrong = named(profile, positions(profile, device="cuda")[::17], device="cuda")
+    assert right >= 5 and not wrong, wrong

@@ -26,7 +26,8 @@ STEP = [f"template __global__ void adamw<{p}, {g}, {o}, {mode}, {draw}, {state},
 SUMS = {
     "blocksum.cu": [f"template __global__ void blocksum<{p}, {squares}>(const {p}::code*, double*, i64);"
                     for p in ("F16", "BF16", "F32", "F64", "E4M3", "E5M2") for squares in ("true", "false")],
-    "stats.cu": [f"template __global__ void stats<{p}>(const {p}::code*, i64, u64*, u32*);" for p in ("F16", "BF16", "F32", "E4M3", "E5M2")],
+    "stats.cu": [f"template __global__ void stats<{p}>(const {p}::code*, i64, u64*, u32*);" for p in ("F16", "BF16", "F32", "E4M3", "E5M2")] +
+                [f"template __global__ void stats_parts<{p}>(const {p}::code*, const Part*, i64, u64*);" for p in ("F16", "BF16", "F32", "E4M3", "E5M2")],
     "accumulate.cu": [f"template __global__ void accumulate<{b}, {g}, {draw}>({b}::code*, const {g}::code*, i64, u32, u64);"
                       for b, g, draw in (("F32", "F16", "false"), ("F32", "BF16", "false"), ("BF16", "BF16", "true"), ("F16", "F16", "true"))],
     "from_master.cu": [f"template __global__ void from_master<{p}, {draw}>(const float*, {p}::code*, i64, const u32*, const i64*, const u8*);"

@@ -225,6 +225,30 @@ def test_an_origin_between_modules_and_none_at_all():
     assert seen.origin() is None and not hooked(seen.model)
 
 
+def test_a_gradient_that_nobody_asked_for_is_no_trouble():
+    """A backward may hand over None: autograd then calls hooks with it."""
+    class Split(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(False)
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx, a, b): return a * 2
+
+    class Halves(nn.Module):
+        def forward(self, x): return Split.apply(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.halves = nn.Linear(2, 2), Halves()
+
+        def forward(self, x): return self.halves(self.a(x))[0]
+    with Traced(Model()) as seen: seen.model(torch.full((1, 2), 1e38) * 10).sum().backward()
+    assert seen.origin({"a.weight": seen.model.a.weight.grad, "a.bias": None}).producer == "code before a in the model"
+
+
 # ---------------------------------------------------------------- ledgers
 def run_casts(mirrors: bool, n: int = 4):
     t = Trainer(small("master_weights", accumulate=n, mirrors=mirrors), source())

@@ -17,9 +17,9 @@ from f16lab.groups import Group, reround, slots_of
 from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, bits_of, convert
 from f16lab.profile import PrecisionProfile
 from f16lab.rounding import Key, Purpose
-from f16lab.sum_kernels import (PIECE, accumulate, accumulate_plain, below_normal, block_sums, block_sums_kernel,
-                                blocksum, count_plain, exponent_counts, exponent_counts_kernel, fold_blocks, halved,
-                                reround_blocks, reround_plain, table_gradient, table_gradient_kernel,
+from f16lab.sum_kernels import (COUNTS, PIECE, accumulate, accumulate_plain, below_normal, block_sums, block_sums_kernel,
+                                blocksum, count_into, count_parts_into, count_plain, exponent_counts, exponent_counts_kernel, fold_blocks, halved,
+                                reround_blocks, reround_plain, spans, table_gradient, table_gradient_kernel,
                                 table_gradient_plain, token_order)
 
 gpu = pytest.mark.gpu
@@ -166,6 +166,23 @@ def test_every_code_is_counted_where_it_belongs(p):
 def test_a_tensor_of_one_value_falls_into_one_bin(value):
     with kernels(): seen = exponent_counts(torch.full((5000,), value))
     assert torch.equal(seen.counts, count_plain(torch.full((5000,), value)).counts) and seen.counts[:256].max() == 5000
+
+
+@pytest.mark.parametrize("p", (F16, BF16, F32, E4M3, E5M2), ids=str)
+def test_tensors_of_a_buffer_are_counted_in_one_launch(p):
+    flat, places = convert(wild(150_000, 5), p), [(0, 70_001, 2), (71_680, 5, 0), (72_704, 70_000, 3), (72_704, 0, 1)]
+    right = torch.zeros(4, COUNTS, dtype=torch.int64)
+    for start, count, row in places:
+        seen = count_plain(flat[start : start + count])
+        right[row, :259], right[row, 259] = seen.counts, seen.amax.view(torch.int32)
+    for blocks in (1, 3):
+        rows, again = torch.zeros(2, 4, COUNTS, dtype=torch.int64)
+        with kernels(blocks): count_parts_into(flat, spans(places), rows)
+        for start, count, row in places:
+            with kernels(blocks): count_into(flat[start : start + count], again[row])
+        assert torch.equal(rows, right) and torch.equal(again, right)
+        count_parts_into(flat, spans(places), rows)  # the reference, onto what is there
+        assert torch.equal(rows[:, :259], 2 * right[:, :259]) and torch.equal(rows[:, 259], right[:, 259])
 
 
 # ---------------------------------------------------------------- accumulation
@@ -381,6 +398,9 @@ def test_sums_and_counts_on_the_gpu(p, grids):
             if right is None: continue
             seen = exponent_counts(moved(y.cuda(), offset))
             assert torch.equal(seen.counts.cpu(), right.counts) and torch.equal(seen.amax.cpu(), right.amax)
+            rows = torch.zeros(2, COUNTS, dtype=torch.int64, device="cuda")
+            count_parts_into(moved(y.cuda(), offset), spans([(0, n // 2, 0), (n // 2, n - n // 2, 1)], "cuda"), rows)
+            assert torch.equal(rows[:, :259].sum(0).cpu(), right.counts)
 
 
 @gpu
