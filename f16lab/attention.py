@@ -130,7 +130,7 @@ def meant_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: Precision,
     if causal: scores = scores.masked_fill(~past, -math.inf)
     exact = torch.softmax(scores, -1)
     out = inner(exact, p, F64) @ v
-    rounding = (inner(out, p, F64) - out).detach()
+    rounding = (inner(out, p, F64) - exact @ v).detach()
     return out + rounding * nothing(exact, scores)
 
 
