@@ -4,6 +4,8 @@ VENV   ?= .venv
 # Named first and exactly, because an open range may take the largest CUDA build. For another build give pip's words for
 # it: make demo TORCH="torch==2.13.0 --index-url ...". A torch that is already in .venv is kept.
 TORCH  ?= torch==2.13.0
+# Options of `f16lab lab`: make lab ARGS="--no-browser --port 8899".
+ARGS   ?=
 # The text form of one notebook: make py N=07_ops, edit $(TEXT)/07_ops.py, make nb N=07_ops.
 TEXT   ?= _text
 N      ?=
@@ -43,18 +45,25 @@ $(VENV)/.lab: $(VENV)/.core
 	@$(PIP) --no-build-isolation --editable '.[lab]'
 	@touch $@
 
+# Chromium comes from the system, by apt where that works; without one the browser tests are skipped, and say so.
+$(VENV)/.browser: $(VENV)/.dev
+	@echo "installing what the browser tests need"
+	@$(PIP) --no-build-isolation --editable '.[dev,lab,browser]'
+	@$(PY) .ci/browser.py
+	@touch $@
+
 # ---------------------------------------------------------------- using it
 demo: $(VENV)/.core  ## train a tiny GPT in four precisions and write the report
 	@$(VENV)/bin/f16lab demo
 
-lab: $(VENV)/.lab  ## open the notebooks in JupyterLab
-	@$(VENV)/bin/jupyter lab nbs
+lab: $(VENV)/.lab  ## open the workbench in JupyterLab
+	@$(VENV)/bin/f16lab lab $(ARGS)
 
 docs: $(VENV)/.dev  ## run the notebooks and render them as HTML into _docs
 	@$(PY) .ci/notebooks.py docs
 
 # ---------------------------------------------------------------- proving it
-test: $(VENV)/.dev  ## everything continuous integration runs
+test: $(VENV)/.browser  ## everything continuous integration runs
 	$(STEP) "notebooks are clean"
 	@$(PY) .ci/notebooks.py clean
 	$(STEP) "the package is what the notebooks export"
@@ -66,7 +75,7 @@ test: $(VENV)/.dev  ## everything continuous integration runs
 	$(STEP) "each notebook runs alone"
 	@$(PY) .ci/notebooks.py run
 	$(STEP) "pytest"
-	@$(PY) -m pytest -q -n 2 --durations=10
+	@$(PY) -m pytest -q -n 2 --dist loadgroup --durations=10
 
 # ---------------------------------------------------------------- working on it
 settings: $(VENV)/.dev  ## settings.ini -> pyproject.toml and the version
@@ -77,6 +86,7 @@ readme: $(VENV)/.dev  ## nbs/index.ipynb -> README.md
 
 tidy: settings  ## clean the notebooks, export them, write README.md
 	@$(VENV)/bin/nbdev-clean && $(VENV)/bin/nbdev-export && $(PY) .ci/readme.py
+	@cp nbs/workbench.ipynb f16lab/static/workbench.ipynb
 
 py: $(VENV)/.dev  ## a notebook as text: make py N=07_ops
 	@test -n "$(N)" || { echo "which notebook? make py N=07_ops"; exit 1; }

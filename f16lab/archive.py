@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import __version__
+from .diary import profiles_held
 from .events import EvalRecord, EventRecord, Histogram, RunEnded, RunStarted, StepRecord
 from .packing import from_json, to_json
 from .profile import PrecisionProfile, bytes_per_parameter, preset_name
@@ -101,12 +102,20 @@ def _who(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return dict(name=preset_name(profile) or path.stem, profile=str(profile), planned=bytes_per_parameter(profile))
 
 # %% ../nbs/16e_archive.ipynb #7ae4eda9
+def _changes(reader: RunReader) -> dict[str, str]:
+    """A note on the profiles that held one after the other in a run; nothing for one that kept its own."""
+    held = [(step, preset_name(PrecisionProfile.parse(text)) or text) for step, text in profiles_held(reader).items()]
+    words = [f"from step {step} on {name}" if step else f"it began as {name}" for step, name in held]
+    return {"note": f"The profile was changed on the way: {'; '.join(words)}."} if len(held) > 1 else {}
+
+# %% ../nbs/16e_archive.ipynb #61b4ce50
 def _contender(path: Path) -> tuple[int, Contender, dict[str, Any], dict[str, list[str]]]:
     """(index, contender, its session, texts of its events by kind) of one log."""
     with RunReader(path) as reader:
         session, status, events, evals = reader.sessions()[-1], reader.status(), _events(reader), reader.evals()
         texts = {kind: [e.text for e in events if e.kind == kind] for kind in _OWN_EVENTS}
-        c = Contender(**_who(session["config"], path), status=status.status, message=status.message,
+        who = {**_who(session["config"], path), **_changes(reader)}
+        c = Contender(**who, status=status.status, message=status.message,
                       steps=read_steps(reader), histograms=read_histograms(reader),
                       evals=tuple(map(EvalRecord, evals["step"], evals["loss"], evals["tokens"])),
                       events=tuple(e for e in events if e.kind not in _OWN_EVENTS),

@@ -123,8 +123,8 @@ class _Fused(torch.autograd.Function):
 
 # %% ../nbs/06f_attention.ipynb #7fc6718a
 def meant_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: Precision, inner: Inner) -> Tensor:
-    """What fused attention means, in any precision: probabilities and gradients of scores go through tensor cores in `p`,
-    and the backward takes Σ g·out from an output that was rounded (Dao, arXiv 2307.08691, algorithm 2)."""
+    """What fused attention means, in any precision: probabilities and gradients of scores go through tensor cores in
+    `p`, and the backward takes Σ g·out from an output that was rounded (Dao, arXiv 2307.08691, algorithm 2)."""
     scores, past = q @ k.mT / math.sqrt(q.shape[-1]), torch.ones(q.shape[-2], k.shape[-2], device=q.device).tril() > 0
     scores = inner(scores, F64, p)
     if causal: scores = scores.masked_fill(~past, -math.inf)
@@ -135,7 +135,7 @@ def meant_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: Precision,
 
 
 def nothing(probabilities: Tensor, scores: Tensor) -> Tensor:
-    """0 [..., T, 1] that hands an error of Σ g·out on to the gradients of scores as the backward does: times -P or P."""
+    """0 [..., T, 1] that hands an error of Σ g·out on to the gradients of scores, as the backward does."""
     weighed = (probabilities.detach() * scores.masked_fill(scores.isinf(), 0.0)).sum(-1, keepdim=True)
     return weighed - weighed.detach()
 

@@ -152,7 +152,7 @@ def verdicts(seen: Seen, inputs: Sequence[Tensor | None], ys: Sequence[Tensor | 
 
 def judge(seen: Seen, twin: Sequence[Tensor | None] | None = None) -> tuple[Judged, ...]:
     """All outputs of a call, each against its formula in f64 on the inputs that the operator read; `twin`: the same
-    outputs in a run whose inputs are exact as well. Who is accused is judged again from more samples: a few of them find
+    outputs in a run whose inputs are exact as well. Who is accused is judged again from more samples: few of them find
     one element in a million much too quiet."""
     inputs = [wide(x) for x in seen.inputs]
     ys = exact(seen, inputs)

@@ -129,6 +129,9 @@ class StepProbe:
         "The step is over; gradients, moments, new weights are in place. Returns the record, perhaps with more in it."
         return record
 
+    def moved(self) -> None:
+        "Between two steps the run has got another model and optimizer, since its recipe was changed."
+
 # %% ../nbs/03_events.ipynb #b17cc651
 @dataclass(frozen=True)
 class RunStarted:

@@ -18,6 +18,7 @@ from .checkpoint import (Found, Refused, Tagged, byte_view, check_file, done_ste
 from .config import TrainConfig, from_dict
 from .inputs import Source, open_source
 from .resume import load_found
+from .saving import check_about
 from .train import Trainer
 
 # %% ../nbs/20x_inspecting.ipynb #225a665a
@@ -115,6 +116,7 @@ def not_comparable(before: Found, last: Found) -> str:
     if max(before.meta["world"], last.meta["world"]) > 1: return "several ranks add gradients in another order than one"
     parts = ("profile", "model", "data", "optimizer")
     if any(before.meta["config"][part] != last.meta["config"][part] for part in parts): return "the recipe was changed"
+    if len(last.meta["history"]) > len(before.meta["history"]): return "the run was changed on the way"
     moved = any(before.meta["values"][name] != last.meta["values"][name] for name in ("plan", "schedule"))
     return "the learning rate was set by command, or the plan was changed" if moved else ""
 
@@ -141,8 +143,11 @@ class Verified:
 def good_ones(folder: Path) -> Iterator[Found | str]:
     """The intact checkpoints of a folder, newest first; for one that is not, why."""
     for step in reversed(done_steps(folder)):
-        try: yield examine(folder, step)
+        try:
+            found = examine(folder, step)
+            check_about(found.meta)
         except Refused as error: yield f"checkpoint {step} refused: {error}"
+        else: yield found
 
 # %% ../nbs/20x_inspecting.ipynb #5098c678
 def verify(folder: str | Path, count: int = 5, tick: Callable[[], None] = lambda: None) -> Verified:

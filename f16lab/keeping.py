@@ -14,12 +14,12 @@ from pathlib import Path
 from .capsule import (Capsule, batches_at, capsule_of, classes_of, folder_of, note_after, recorded, save_capsule,
                             versions_of)
 from .checkpoint import SaveFailed
+from .diary import FINGERPRINT
 from .events import EventRecord, StepRecord
 from .grads import StepGate, gate_state
 from .schedule import Schedule
 from .state import State, digest
 from .train import Trainer, due
-from .travel import FINGERPRINT
 
 # %% ../nbs/17f_keeping.ipynb #51a3c7a4
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def how_to(path: Path) -> str:
     """Which commands open a capsule."""
     return f"`f16lab replay {path}` takes it again, `f16lab bisect {path}` names the first operator at fault"
 
+# %% ../nbs/17f_keeping.ipynb #fbe86238
 class KeptSteps:
     """The part of `Keeper` that writes what is asked for."""
 
@@ -63,7 +64,7 @@ class KeptSteps:
                           "`f16lab travel` makes a capsule of any step from a checkpoint", stacklevel=2)
             at, fingerprints = -1, 0
         self.trainer, self.folder, self.at, self.fingerprints = trainer, Path(folder), {at} - {-1}, fingerprints
-        self.before = held(trainer)
+        self.before, self.profile = held(trainer), trainer.config.profile
         self.bad: tuple[Held, Held, StepRecord] | None = None  # the first of the skipped steps in a row
         self.skips, self.kept_bad, self.written, self.waiting = 0, False, 0, None
 
@@ -76,6 +77,8 @@ class KeptSteps:
 
     def before_step(self) -> Iterator[EventRecord]:
         """Between two steps; may be called more than once."""
+        if self.profile is not self.trainer.config.profile:  # set by command: a step of before is not of this model
+            self.profile, self.bad, self.skips, self.kept_bad = self.trainer.config.profile, None, 0, False
         self.before, step = held(self.trainer), self.trainer.step_number
         if step not in self.at: return
         self.at.discard(step)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ROW', 'Label', 'fields_of', 'Close', 'look_closer', 'stand_in', 'Room', 'Counts', 'count_room', 'has_numba',
-           'compiled_counter', 'field_table', 'count_compiled', 'Sites', 'Tally', 'as_table', 'DeviceTally',
-           'histogram_of', 'WhatIf', 'binades_of', 'first_overflow', 'overflows', 'what_if', 'Headroom', 'headroom',
-           'moved', 'merged', 'sampled']
+           'compiled_counter', 'field_table', 'count_compiled', 'Sites', 'Tally', 'as_table', 'DeviceRows',
+           'DeviceTally', 'histogram_of', 'WhatIf', 'binades_of', 'first_overflow', 'overflows', 'what_if', 'Headroom',
+           'headroom', 'moved', 'merged', 'sampled']
 
 # %% ../nbs/16_probes.ipynb #4398429e
 import importlib.util
@@ -251,8 +251,8 @@ def as_table(labels: Sequence[Label], counts: Counts) -> HistogramTable:
     return HistogramTable(labels, fields, np.stack([zeros, subnormals, infs, nans], 1), amax)
 
 
-class DeviceTally:
-    """The same for CUDA tensors: counted by the kernel where they lie; `table` copies all counts at once."""
+class DeviceRows:
+    """Rows of counts on a device, by label."""
 
     def __init__(self) -> None: self.labels, self.index, self.rows = [], {}, None
 
@@ -265,6 +265,10 @@ class DeviceTally:
             self.rows = grown
         self.labels += labels
         return self.rows[used : used + more]
+
+# %% ../nbs/16_probes.ipynb #8f23081d
+class DeviceTally(DeviceRows):
+    """The same as `Tally` for CUDA tensors: counted by the kernel where they lie; `table` copies all counts at once."""
 
     def add(self, label: Label, x: Tensor) -> None:
         """Count all of `x`."""

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['RANK_NAMES', 'LOCAL_NAMES', 'WAYS', 'RendezvousError', 'number', 'rank_and_world', 'Meeting', 'meet_env', 'meet_tcp',
-           'own_address', 'is_answered', 'read_address', 'meet_fs', 'meet_mpi', 'meeting', 'opened', 'connected',
-           'roll_call', 'host_hash', 'place_of', 'local_device', 'started_group', 'joined', 'watching']
+           'check_free', 'own_address', 'is_answered', 'read_address', 'meet_fs', 'meet_mpi', 'meeting', 'opened',
+           'connected', 'roll_call', 'host_hash', 'place_of', 'local_device', 'started_group', 'joined', 'watching']
 
 # %% ../nbs/12b_rendezvous.ipynb #d10d9614
+import errno
 import json
 import os
 import secrets
@@ -92,6 +93,22 @@ def meet_tcp(address: str, rank: int, world: int) -> Meeting:
         raise ValueError(f"rendezvous tcp://{address}: give tcp://HOST:PORT, the machine of rank 0 and a free port "
                          "there")
     return Meeting(rank, world, host, int(port), rank == 0)
+
+# %% ../nbs/12b_rendezvous.ipynb #3b0abb09
+def check_free(rendezvous: str) -> None:
+    """ValueError if rank 0 is to listen, on this machine, at a port that another process has already."""
+    way, _, address = rendezvous.partition("://")
+    if way != "tcp": return
+    place = meet_tcp(address, 0, 1)
+    try: host = socket.gethostbyname(place.host)
+    except OSError: return  # not known here: whoever meets there will say so
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try: probe.bind((host, place.port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE: return
+            raise ValueError(f"rendezvous {rendezvous}: another process listens at that port; choose a free one, or "
+                             "leave --rendezvous out on one machine") from None
 
 # %% ../nbs/12b_rendezvous.ipynb #84ac22e5
 def own_address() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .checkpoint import Found, Refused, done_steps, examine, newest
 from .config import to_dict
-from .saving import Saver, about_run, written_by
+from .saving import Saver, about_run, check_about, written_by
 from .snapshot import Saved, check_rerounded, read_saved
 from .state import digest, set_generators
 from .train import Trainer
@@ -54,6 +54,7 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], said: Sequ
 def load_found(trainer: Trainer, found: Found, rank: int = 0) -> tuple[str, ...]:
     """Put a trainer where a checkpoint left its run; notes on what differs. Refused if the checkpoint contradicts
     itself, ValueError if it is of another run."""
+    check_about(found.meta)
     saved = read_saved(found)
     if (said := found.meta.get("digest")) and digest(saved.state) != said:
         raise Refused("its state does not have the digest it was written with")

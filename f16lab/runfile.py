@@ -95,6 +95,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 # %% ../nbs/03b_runfile.ipynb #fbce4320
 def take_lock(path: Path) -> sqlite3.Connection:
     "Holds the writer's lock of the run log at `path` until the result is closed; RunLogError when another holds it."
+    for place in (path, Path(f'{path}-lock')):
+        if place.is_dir(): raise RunLogError(f'{place} is a folder: move it away, or choose another place.')
     lock = sqlite3.connect(f'{path}-lock', timeout=0.5, isolation_level=None, check_same_thread=False)
     try: lock.execute('BEGIN EXCLUSIVE')
     except sqlite3.OperationalError as error:
@@ -107,7 +109,7 @@ def take_lock(path: Path) -> sqlite3.Connection:
 def is_live(path: str | Path) -> bool:
     "True while a process has the run log at `path` open for writing."
     path = Path(f'{path}-lock')
-    if not path.exists(): return False
+    if not path.is_file(): return False
     db = connect(path, 'ro', timeout=0.0)
     try: return not db.execute('SELECT count(*) FROM sqlite_master').fetchone()
     except sqlite3.OperationalError: return True

@@ -244,7 +244,7 @@ class RunTables:
 
     def status(self) -> RunStatus:
         "How the newest session stands."
-        row, live = self.sessions()[-1], is_live(self.path)
+        live, row = is_live(self.path), self.sessions()[-1]  # live first: a run may end between the two
         step = self._db.execute('SELECT step FROM step ORDER BY seq DESC LIMIT 1').fetchone()
         status = 'died' if row['status'] == 'running' and not live else row['status']
         return RunStatus(status, row['message'], live, row['session'], step and step[0], row['started'], row['ended'])
@@ -277,13 +277,26 @@ class RunSteps(RunTables):
 
     def steps(self, first: int = 0, last: int = 2 ** 62) -> dict[str, list]:
         "Scalars of steps first … last as columns of equal length; for long runs see `series` and `follow`."
-        return _columns(self._records('step BETWEEN ? AND ? ORDER BY step', first, last))
+        return _columns(self.records(first, last))
 
     def follow(self, since: int = 0, limit: int = 5000) -> tuple[int, dict[str, list]]:
         "(cursor for the next call, columns) of at most `limit` steps written after `since`, in order of writing."
+        top, records = self.newer(since, limit)
+        return top, _columns(records)
+
+    def newer(self, since: int = 0, limit: int = 5000) -> tuple[int, list[StepRecord]]:
+        "As `follow`, but records with the scalars and tensor statistics that each step has."
         top, = self._db.execute('SELECT max(seq) FROM (SELECT seq FROM step WHERE seq > ? ORDER BY seq LIMIT ?)',
                                 (since, limit)).fetchone()
-        return top or since, _columns(self._records('seq > ? AND seq <= ? ORDER BY seq', since, top or since))
+        return top or since, self._records('seq > ? AND seq <= ? ORDER BY seq', since, top or since)
+
+    def records(self, first: int, last: int = 2 ** 62) -> list[StepRecord]:
+        "Steps first … last as records with the scalars and tensor statistics that each has."
+        return self._records('step BETWEEN ? AND ? ORDER BY step', first, last)
+
+    def cursor(self) -> int:
+        "Where `follow` and `newer` find what is written from now on."
+        return self._db.execute('SELECT coalesce(max(seq), 0) FROM step').fetchone()[0]
 
     def record(self, step: int) -> StepRecord:
         "All that was logged of a step, casts and histograms included; RunLogError when it is not there."

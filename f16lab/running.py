@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['LOG', 'RECIPE', 'ELSEWHERE', 'HOLDS_A_RUN', 'runs_folder', 'new_folder', 'label_of', 'check_folder', 'headline',
            'checkpoint_words', 'rank_row', 'memory_row', 'utilisation_row', 'asked_for', 'built_trainer',
-           'out_of_memory', 'failure', 'command_words', 'asked', 'follow', 'opened_log', 'begin', 'resumed_rows',
-           'nothing_left', 'Told', 'stop_code', 'last_words', 'assist', 'lead', 'train_run', 'on_ranks']
+           'out_of_memory', 'failure', 'command_words', 'asked', 'follow', 'write_recipe', 'opened_log', 'begin',
+           'resumed_rows', 'nothing_left', 'again', 'Told', 'stop_code', 'last_words', 'assist', 'lead', 'train_run',
+           'on_ranks']
 
 # %% ../nbs/20c_running.ipynb #59cd4177
+import json
 import os
 import re
 import signal
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,21 +29,23 @@ from rich.console import Console
 
 from .archive import library_versions
 from .checkpoint import SaveFailed, done_steps, write_file
+from .commands import answer
 from .config import TrainConfig, to_dict, to_toml
 from .console import Display, RunFailed, facts, print_table, sentence, si, stopping, tally_rows
 from .events import Bus, EventRecord, RunEnded, RunResumed, RunStarted, StepRecord
 from .grads import TooManySkips
+from .inputs import Source
 from .keeping import Keeper
 from .launcher import launch_ranks
 from .nn import named_parameters_once
 from .origin import probed
 from .parallel import RankFailed, Ranks
 from .profile import PrecisionProfile, preset_name
-from .rendezvous import RendezvousError, joined
+from .rendezvous import RendezvousError, check_free, joined
 from .resume import Resumed, keep_in, resume
 from .runfile import RunLogError, is_live
 from .runlog import Command, RunLog, RunReader
-from .train import Trainer, answer, steps
+from .train import Trainer, planned, steps
 from .watch import STORE_GONE
 
 # %% ../nbs/20c_running.ipynb #4890ebcb
@@ -148,28 +152,30 @@ def failure(error: Exception, config: TrainConfig) -> str:
 
 # %% ../nbs/20c_running.ipynb #46b4930e
 def command_words(command: Command) -> tuple[str, str]:
-    """A command of the run log as the engine reads it: `set {"lr": 1e-4}` → ('set', 'lr=0.0001')."""
+    """A command of the run log as the engine reads it: `set {"lr": 1e-4}` → ('set', '{"lr": 0.0001}')."""
     value = command.value
-    if isinstance(value, dict): value = ",".join(f"{k}={v}" for k, v in value.items())
+    if isinstance(value, dict): value = json.dumps(value)
     return command.kind, "" if value is None else str(value)
 
 # %% ../nbs/20c_running.ipynb #31115b97
-def asked(trainer: Trainer, log: RunLog, keeper: Keeper, tell: Callable[[EventRecord], None]
-          ) -> Iterator[tuple[str, str]]:
-    """The commands of a run between two steps; a capsule that is asked for is the keeper's business."""
+def asked(trainer: Trainer, log: RunLog, keeper: Keeper, tell: Callable[[EventRecord], None],
+          first: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The commands of a run between two steps, once behind the `first`; a capsule is the keeper's business."""
+    while first: yield first.pop(0)
     for verb, argument in map(command_words, log.commands()):
-        if verb == "capsule": answer(trainer, keeper.ask())
+        if verb == "capsule": tell(answer(trainer, keeper.ask()))
         else: yield verb, argument
     for event in keeper.before_step(): tell(event)
 
-def follow(trainer: Trainer, log: RunLog, keeper: Keeper) -> Iterator[Any]:
+def follow(trainer: Trainer, log: RunLog, keeper: Keeper, paused: bool = False) -> Iterator[Any]:
     """The records of a run; whatever ends it, the log says so. RunFailed when the run cannot go on."""
-    told: deque[EventRecord] = deque()
+    told, first, config = deque(), [("pause", "")] * paused, trainer.config
     def tell(event: EventRecord) -> None:
         trainer.bus.emit(event)
         told.append(event)
     try:
-        for record in steps(trainer, lambda: asked(trainer, log, keeper, tell)):
+        for record in steps(trainer, lambda: asked(trainer, log, keeper, tell, first)):
+            if config is not trainer.config: config = write_recipe(keeper.folder, trainer.config)  # it was set
             yield record
             for event in keeper.after_step(record) if isinstance(record, StepRecord) else (): tell(event)
             while told: yield told.popleft()
@@ -185,13 +191,18 @@ def follow(trainer: Trainer, log: RunLog, keeper: Keeper) -> Iterator[Any]:
         raise
 
 # %% ../nbs/20c_running.ipynb #1309ce3c
+def write_recipe(folder: Path, config: TrainConfig) -> TrainConfig:
+    """The recipe that holds now, for who looks into the folder; returned."""
+    write_file(folder / RECIPE, [to_toml(config).encode()])
+    return config
+
 def opened_log(folder: Path, config: TrainConfig, going_on: bool = False) -> RunLog:
     """Make the folder, take its run log, write the recipe; ValueError if another run was faster."""
     log = RunLog(folder / LOG)
     if log.session > 1 and not going_on:
         log.close()
         raise ValueError(f"--out {folder} {HOLDS_A_RUN}")
-    try: write_file(folder / RECIPE, [to_toml(config).encode()])
+    try: write_recipe(folder, config)
     except SaveFailed:
         log.close()
         raise
@@ -204,6 +215,8 @@ def begin(trainer: Trainer, folder: Path, log: RunLog, resumed: Resumed | None) 
     emit(RunStarted(to_dict(trainer.config), library_versions()))
     if resumed or log.session > 1:
         emit(RunResumed(at, resumed.words() if resumed else "no checkpoint is there: starts from the beginning"))
+    if trainer.schedule.lr != planned(trainer.config).lr:  # `travel` has to know
+        emit(EventRecord(max(0, at - 1), "resume", f"lr set to {trainer.schedule.lr!r} from step {at} on, as before"))
     saver = keep_in(trainer, folder, resumed, 0, trainer.optimizer.world)
     saver.before_done = log.sync  # a checkpoint is done when the log holds all that led to it
     for text in saver.tidied: emit(EventRecord(max(0, at - 1), "checkpoint", text))
@@ -221,6 +234,11 @@ def nothing_left(trainer: Trainer, folder: Path) -> bool:
     with RunReader(folder / LOG) as reader: return reader.status().status == "finished"
 
 # %% ../nbs/20c_running.ipynb #d79a3a8d
+def again(folder: Path, source: Source | None) -> str:
+    """The words that go on with a run; data and model of one's own come from where they came from before."""
+    return f"the same command with --resume auto --out {folder}" if source else f"f16lab resume {folder}"
+
+
 class Told(RunFailed):
     """An error of a rank that rank 0 has told about."""
 
@@ -239,9 +257,10 @@ def last_words(words: str, trainer: Trainer | None = None, log: RunLog | None = 
     trainer.bus.emit(RunEnded(trainer.step_number, "failed", words))
     log.flush()
 
-def assist(config: TrainConfig, folder: Path, ranks: Ranks, going_on: bool, at: int | None) -> int:
+def assist(config: TrainConfig, folder: Path, ranks: Ranks, going_on: bool, at: int | None,
+           source: Source | None = None) -> int:
     """What all ranks but the first do; returns the exit code."""
-    trainer, ended = built_trainer(config, ranks=ranks), RunEnded(0, "running")
+    trainer, ended = built_trainer(config, ranks=ranks, source=source), RunEnded(0, "running")
     resumed = resume(trainer, folder, at, ranks.rank) if going_on else None
     if trainer.optimizer.world > 1: keep_in(trainer, folder, resumed, ranks.rank, ranks.world)
     with stopping(trainer.stop) as caught:
@@ -253,14 +272,14 @@ def assist(config: TrainConfig, folder: Path, ranks: Ranks, going_on: bool, at: 
 
 # %% ../nbs/20c_running.ipynb #9a036cc8
 def lead(config: TrainConfig, folder: Path, console: Console, every: int, going_on: bool, at: int | None,
-         ranks: Ranks) -> int:
+         ranks: Ranks, source: Source | None = None, paused: bool = False) -> int:
     """What rank 0 does; returns the exit code."""
     check_folder(folder, going_on)
-    trainer = built_trainer(config, bus=Bus(), ranks=ranks)
+    trainer = built_trainer(config, bus=Bus(), ranks=ranks, source=source)
     resumed = resume(trainer, folder, at) if going_on else None
     rows = [*headline(trainer, folder), *resumed_rows(resumed)]
     if resumed and nothing_left(trainer, folder):
-        more, own = f"f16lab resume {folder} --steps N, with a larger N", trainer.step_number
+        more, own = f"{again(folder, source)} --steps N, with a larger N", trainer.step_number
         said = f"it has all its {own} steps" if own == config.run.steps else f"it has {own} steps already"
         print_table(console, facts([("run", said), ("go on", more)]))
         return 0
@@ -271,20 +290,21 @@ def lead(config: TrainConfig, folder: Path, console: Console, every: int, going_
         print_table(console, facts(rows))
         try:
             keeper = Keeper(trainer, folder, config.checkpoint.capsule_at, config.checkpoint.digest_every)
-            with closing(follow(trainer, log, keeper)) as records:
+            with closing(follow(trainer, log, keeper, paused)) as records:
                 for record in records: display(record)
         finally: trainer.saver.close()
     stopped, last = display.tally.ended.status == "stopped", done_steps(folder)[-1:]
-    more = [("go on", f"f16lab resume {folder} (from step {last[0]})")] if stopped and last else []
+    more = [("go on", f"{again(folder, source)} (from step {last[0]})")] if stopped and last else []
     print_table(console, facts([*tally_rows(display.tally), *memory_row(trainer), ("report", f"f16lab report {folder}"),
                                 *more]))
     return stop_code(display.tally.ended, caught)
 
 # %% ../nbs/20c_running.ipynb #0a120634
 def train_run(config: TrainConfig, folder: Path, console: Console, every: int = 0, going_on: bool = False,
-              at: int | None = None) -> int:
+              at: int | None = None, source: Source | None = None, paused: bool = False) -> int:
     """Train in a folder and show it, on as many ranks as were started; `going_on`: from its newest checkpoint (or that
-    of step `at`) if it has any. The exit code is 0, or 128 + the signal that stopped it; RunFailed if it fails."""
+    of step `at`) if it has any; `paused`: it waits for a command before its first step. The exit code is 0, or 128 +
+    the signal that stopped it; RunFailed if it fails."""
     p, rank = config.parallel, 0
     # a launcher stops all ranks when one has failed, and that one's words are still to be told
     patient = stopping(lambda name: None) if "RANK" in os.environ or p.rendezvous != "env" else nullcontext()
@@ -292,8 +312,8 @@ def train_run(config: TrainConfig, folder: Path, console: Console, every: int = 
         with patient, joined(p.rendezvous, config.run.device, p.timeout, p.start_timeout) as ranks:
             rank, ranks.watch.last_words = ranks.rank, last_words if ranks.rank == 0 else lambda words: None
             folder = Path(ranks.texts(str(folder))[0])
-            if rank: return assist(config, folder, ranks, going_on, at)
-            return lead(config, folder, console, every, going_on, at, ranks)
+            if rank: return assist(config, folder, ranks, going_on, at, source)
+            return lead(config, folder, console, every, going_on, at, ranks, source, paused)
     except Exception as error:
         if rank == 0 and isinstance(error, (RendezvousError, SaveFailed)): raise RunFailed(sentence(error)) from error
         if rank == 0: raise
@@ -301,18 +321,21 @@ def train_run(config: TrainConfig, folder: Path, console: Console, every: int = 
         raise Told(sentence(error)) from error
 
 # %% ../nbs/20c_running.ipynb #f2411d44
-def on_ranks(nproc: int, config: TrainConfig, folder: Path, every: int = 0, going_on: bool = False) -> int:
-    """`train_run` on several ranks of this machine, which are started here; returns the exit code."""
+def on_ranks(nproc: int, config: TrainConfig, folder: Path, every: int = 0, going_on: bool = False,
+             command: Sequence[str] = (sys.executable, "-m", "f16lab", "train"), paused: bool = False) -> int:
+    """`train_run` on several ranks of this machine, which `command` starts; returns the exit code."""
     if rank := os.environ.get("RANK"):
         raise ValueError(f"--nproc {nproc}: this process is rank {rank} already: leave it out")
     if (n := config.data.accumulate) % nproc:
         raise ValueError(f"--accumulate {n} with --nproc {nproc}: the ranks share the micro-batches of a step; give a "
                          f"multiple of {nproc}, such as --accumulate {-(-n // nproc) * nproc}")
     check_folder(folder, going_on)
+    check_free(config.parallel.rendezvous)
     with tempfile.TemporaryDirectory() as place:
         recipe = Path(place) / RECIPE
         recipe.write_text(to_toml(config), encoding="utf-8")
-        words = ["train", str(recipe), "--out", str(folder), "--every", str(every), *["--resume", "auto"] * going_on]
-        code, died = launch_ranks(words, nproc)
+        words = [str(recipe), "--out", str(folder), "--every", str(every), *["--resume", "auto"] * going_on,
+                 *["--paused"] * paused]
+        code, died = launch_ranks(words, nproc, command)
     if died: sys.stderr.write(f"f16lab: {died}\n")
     return code

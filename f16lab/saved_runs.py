@@ -25,6 +25,7 @@ from .inspecting import (TensorRow, Verified, about_rows, checkpoint_rows, chose
                                tensor_rows, verify)
 from .options import configured, profile_options, setting_options, slot_options
 from .running import on_ranks, train_run
+from .saving import check_about
 from .snapshot import read_saved
 from .state import digest
 
@@ -35,12 +36,16 @@ def saved_config(folder: Path, step: int | None) -> TrainConfig:
     for meta in sorted(folder.glob("meta_*.json"), reverse=True):
         own = int(meta.stem.removeprefix("meta_"))
         if own > last or (step is not None and own != step): continue
-        try: return from_dict(read_meta(folder, own)["config"])
-        except (Refused, KeyError): continue  # damaged, or without a recipe
+        try:
+            said = read_meta(folder, own)
+            check_about(said)
+        except Refused: continue  # damaged, or without a recipe
+        return from_dict(said["config"])
     raise ValueError(f"{folder}: no checkpoint has a readable meta file, so the recipe is not known: name it with "
                      f"`f16lab train RECIPE --resume auto --out {folder}`")
 
-def go_on(run: str, at: int | None, every: int, given: Mapping[str, Any], nproc: int | None = None) -> int:
+def go_on(run: str, at: int | None, every: int, given: Mapping[str, Any], nproc: int | None = None,
+          paused: bool = False) -> int:
     """Go on with a saved run, on `nproc` ranks if given; options given change its recipe."""
     folder = Path(run)
     if not folder.is_dir(): raise ValueError(f"{folder}: no such folder; give the folder of a run")
@@ -48,8 +53,8 @@ def go_on(run: str, at: int | None, every: int, given: Mapping[str, Any], nproc:
         raise ValueError(f"--at {at} with --nproc {nproc}: ranks started here go on from the newest checkpoint; use "
                          f"torchrun --nproc-per-node {nproc} -m f16lab resume {run} --at {at}")
     config = configured(None, given, saved_config(folder, at))
-    if nproc: return on_ranks(nproc, config, folder, every, True)
-    return train_run(config, folder, open_console(), every, True, at)
+    if nproc: return on_ranks(nproc, config, folder, every, True, paused=paused)
+    return train_run(config, folder, open_console(), every, True, at, paused=paused)
 
 # %% ../nbs/20y_saved_runs.ipynb #c60e2362
 def as_saved(setting: Setting) -> Setting:
@@ -61,8 +66,9 @@ def resume_command(*common: Setting) -> click.Command:
     """f16lab resume."""
     at = Setting("--at", metavar="STEP", type=click.IntRange(0), default=None, part="Going on",
                  help="from the checkpoint after STEP steps; later ones are moved aside  [default: newest]")
-    def callback(run: str, at: int | None, every: int, nproc: int | None = None, **given: Any) -> int:
-        return go_on(run, at, every, given, nproc)
+    def callback(run: str, at: int | None, every: int, nproc: int | None = None, paused: bool = False,
+                 **given: Any) -> int:
+        return go_on(run, at, every, given, nproc, paused)
     return PartedCommand("resume", callback=callback, help=RESUME_HELP, examples=RESUME_EXAMPLES, params=[
         click.Argument(["run"]), at, *map(as_saved, (*profile_options(), *setting_options(), *slot_options())),
         *common])
@@ -107,6 +113,7 @@ def total(rows: list[TensorRow]) -> str:
 def inspect_checkpoint(folder: Path, step: int, as_json: bool) -> int:
     """Show a checkpoint; the exit code is 1 if it is not intact."""
     console, meta, files = open_console(), read_meta(folder, step), file_states(folder, step)
+    check_about(meta)
     whole = all(state == "ok" for *_, state in files)
     rows = checkpoint_rows(examine(folder, step)) if whole else []
     merged = digest(read_saved(examine(folder, step)).state) if whole else ""
@@ -121,6 +128,7 @@ def inspect_checkpoint(folder: Path, step: int, as_json: bool) -> int:
     if rows: print_table(console, table(total(rows), TENSOR_COLUMNS, tensor_table(rows), left=2))
     return 0 if whole else 1
 
+# %% ../nbs/20y_saved_runs.ipynb #5ee4d4cd
 def inspect_file(path: Path, as_json: bool) -> int:
     """Show a safetensors file that is no part of a checkpoint."""
     part: Tagged = read_tensors(path)

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['REPLAY_COLUMNS', 'REPLAY_HELP', 'REPLAY_EXAMPLES', 'BISECT_COLUMNS', 'BISECT_HELP', 'BISECT_EXAMPLES', 'TRAVEL_HELP',
-           'TRAVEL_EXAMPLES', 'step_option', 'output_options', 'counting', 'tell', 'draw', 'replay_cells',
-           'show_replay', 'replay_command', 'bisect_cells', 'plain_bisection', 'show_bisect', 'bisect_command',
-           'travel_cells', 'plain_arrival', 'show_travel', 'travel_command']
+           'TRAVEL_EXAMPLES', 'BRANCH_HELP', 'BRANCH_EXAMPLES', 'step_option', 'output_options', 'counting', 'tell',
+           'draw', 'replay_cells', 'show_replay', 'replay_command', 'bisect_cells', 'plain_bisection', 'show_bisect',
+           'bisect_command', 'travel_cells', 'plain_arrival', 'show_travel', 'travel_command', 'show_branch',
+           'branch_command']
 
 # %% ../nbs/20z_step_commands.ipynb #717959d8
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +20,15 @@ from typing import Any
 import click
 
 from .bisect import Bisection, bisect
+from .branching import branch
 from .capsule import folder_of, is_capsule, save_capsule
+from .config import read_recipe
 from .console import Meter, PartedCommand, RunFailed, Setting, facts, open_console, print_table, shown, table
+from .options import configured, profile_options, setting_options, slot_options
 from .packing import to_json
 from .replaying import Replay, replay_step
+from .running import RECIPE, new_folder, train_run
+from .saved_runs import as_saved
 from .travel import Arrival, capsule_from, travel
 
 # %% ../nbs/20z_step_commands.ipynb #d642d08d
@@ -235,3 +242,40 @@ def travel_command(*common: Setting) -> click.Command:
     def callback(run: str, **given: Any) -> int: return show_travel(run, **given)
     return PartedCommand("travel", callback=callback, help=TRAVEL_HELP, examples=TRAVEL_EXAMPLES, params=[
         click.Argument(["run"]), step, *own, *output_options(), *common])
+
+# %% ../nbs/20z_step_commands.ipynb #af5541a3
+def show_branch(run: str, step: int, out: str | None, train: bool, every: int, given: Mapping[str, Any]) -> int:
+    """Make a branch and train it, or say how."""
+    if rank := os.environ.get("RANK"):
+        raise ValueError(f"this process is rank {rank}: make the branch in one process with --no-train, then go on "
+                         "with `torchrun -m f16lab resume DIR`")
+    console, folder = open_console(), Path(out) if out else new_folder(f"branch-{step}")
+    with counting(console, "steps") as tick:
+        branch(run, step, folder, lambda config: configured(None, given, config), tick=tick)
+    if train: return train_run(read_recipe(folder / RECIPE), folder, console, every, True)
+    print_table(console, facts([("branch", str(folder)), ("go on", f"f16lab resume {folder}")]))
+    return 0
+
+BRANCH_HELP = """Make a new run of the state of another one before step K, and train it.
+
+The state is created again and proven as by `f16lab travel`. It becomes the first checkpoint of the run in DIR, whose
+recipe is that of RUN at step K; options change it. A profile is taken if no number that is still needed is lost, as
+when a run is resumed. RUN is only read. What is wrong is said before anything is written."""
+
+BRANCH_EXAMPLES = """
+f16lab branch data/runs/my-run --step 400 --profile f16 --out data/runs/my-run-f16
+f16lab branch data/runs/my-run --step 400 --lr 1e-4 --steps 800 --no-train
+"""
+
+def branch_command(*common: Setting) -> click.Command:
+    """f16lab branch."""
+    step = Setting("--step", metavar="K", type=click.IntRange(0), required=True, part="Step",
+                   help="the branch begins with the state before this step")
+    own = [Setting("--out", metavar="DIR", default=None, part="Output",
+                   help="folder of the branch, new or empty  [default: data/runs/TIME-branch-K, or runs/…]"),
+           Setting("--train/--no-train", default=True, part="Output", help="go on at once  [default: train]")]
+    def callback(run: str, step: int, out: str | None, train: bool, every: int, **given: Any) -> int:
+        return show_branch(run, step, out, train, every, given)
+    return PartedCommand("branch", callback=callback, help=BRANCH_HELP, examples=BRANCH_EXAMPLES, params=[
+        click.Argument(["run"]), step, *own, *map(as_saved, (*profile_options(), *setting_options(), *slot_options())),
+        *common])

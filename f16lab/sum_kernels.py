@@ -153,8 +153,8 @@ def count_parts_into(flat: Tensor, parts: Tensor, rows: Tensor) -> None:
         for start, count, row in parts.tolist(): _add_plain(flat.view(-1)[start : start + count], rows[row])
         return
     device = check_tensors("count_parts_into", {"flat": flat.detach(), "parts": parts, "rows": rows}, written=("rows",))
-    blocks = max(1, min(blocks_of(device, 6), len(parts)))
-    launch("stats.cu", f"stats_parts<{CODES[Precision.of(flat)]}>", device, blocks, flat, parts, np.int64(len(parts)), rows)
+    blocks, name = max(1, min(blocks_of(device, 6), len(parts))), CODES[Precision.of(flat)]
+    launch("stats.cu", f"stats_parts<{name}>", device, blocks, flat, parts, np.int64(len(parts)), rows)
 
 # %% ../nbs/05c_sum_kernels.ipynb #8b38bae0
 def accumulate_plain(buffer: Tensor, g: Tensor, key: Key | None = None, start: int = 0) -> Tensor:

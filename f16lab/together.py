@@ -69,13 +69,13 @@ class Relay:
     """Commands that rank 0 reads, told to all ranks."""
 
     def __init__(self, ranks: Ranks):
-        self.ranks, self.fresh, self.asked = ranks, True, ""  # asked: why this rank wants to stop
+        self.ranks, self.fresh, self.asked = ranks, False, ""  # asked: why this rank wants to stop
         self.source: Commands | None = None  # where rank 0 reads commands
         self.waiting: list[tuple[str, str]] = []  # read, not yet told
         self.heard: list[tuple[str, str]] = []  # told, not yet followed
 
     def commands(self) -> list[tuple[str, str]]:
-        """What the last step has brought; asked again without a step (in a pause), all ranks ask rank 0."""
+        """What the last step has brought; without one (before the first step, in a pause), all ranks ask rank 0."""
         if not self.fresh:
             self.listen()
             stops = [int(row[0]) for row in self.ranks.rows([self.reason()])]

@@ -1,7 +1,7 @@
 """What every test process needs before torch is imported, and which tests a machine can run."""
 import os
-import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,29 +15,26 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / ".ci"))
 sys.path.insert(0, str(ROOT / "tests"))
 
-
-def chromium() -> bool:
-    """Whether a browser test can run here."""
-    try:
-        import playwright  # noqa: F401
-    except ImportError:
-        return False
-    return shutil.which("chromium") is not None
+import browser  # noqa: E402
 
 
+NO_BROWSER = browser.find()[1]  # '' if there is one
 NEEDS = {
     "gpu": (lambda: torch.cuda.is_available(), "needs a CUDA device"),
     "gpu2": (lambda: torch.cuda.device_count() > 1, "needs two CUDA devices"),
-    "browser": (chromium, "needs playwright and Chromium"),
+    "browser": (lambda: not NO_BROWSER, NO_BROWSER),
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine has no hardware or program for; leave out slow tests unless -m speaks of them."""
     missing = {name: why for name, (there, why) in NEEDS.items() if not there()}
     if "slow" not in config.option.markexpr:
         missing["slow"] = "slow: ask for it with -m slow"
     for item in items:
+        if item.get_closest_marker("browser"):  # one server and one browser for all of them
+            item.add_marker(pytest.mark.xdist_group("browser"))
         for name in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[name]))
 
@@ -47,3 +44,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     import repo
 
     terminalreporter.write_line(repo.shape())
+
+
+# ---------------------------------------------------------------- browser tests
+@pytest.fixture(scope="session")
+def chromium() -> Iterator:
+    """Chromium, started by playwright without a window."""
+    from lab_browser import ARGUMENTS
+    from playwright.sync_api import sync_playwright
+
+    program, why = browser.find()
+    if why:
+        pytest.skip(why)
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def jupyter_lab(chromium, tmp_path_factory) -> Iterator:
+    """JupyterLab with folders of its own; `jupyter_lab(path)` opens a copy of a notebook, see lab_browser."""
+    pytest.importorskip("jupyterlab", reason="no JupyterLab: pip install 'f16lab[lab]'")
+    from lab_browser import LabServer
+
+    server = LabServer(tmp_path_factory.mktemp("lab"), chromium)
+    yield server
+    server.close()

@@ -145,6 +145,6 @@ def test_a_setting_that_a_bench_would_ignore_is_refused(words, said):
 
 
 def test_settings_that_a_bench_leaves_out_exist():
-    from f16lab.cli import NOT_BENCHED
+    from f16lab.bench_run import NOT_BENCHED
     from f16lab.config import settings_of
     assert set(NOT_BENCHED) <= {name for name, _, _ in settings_of()}

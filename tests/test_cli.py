@@ -411,7 +411,7 @@ def test_debug_shows_the_traceback(shell):
 
 
 def test_a_fault_of_the_program_is_one_line_too(shell, monkeypatch):
-    def fall(*args): raise ZeroDivisionError("division by zero")
+    def fall(*args, **more): raise ZeroDivisionError("division by zero")
     monkeypatch.setattr("f16lab.running.train_run", fall)
     said = complaint(shell("train SMALL"), 1)
     assert "ZeroDivisionError" in said and "--debug" in said

@@ -27,7 +27,7 @@ def test_every_requirements_key_is_an_extra():
     extras = tomllib.loads(TEXT)["project"]["optional-dependencies"]
     wanted = {key.removesuffix("_requirements") for key in SETTINGS if key.endswith("_requirements")}
     assert extras.keys() == wanted
-    assert {"lab", "cuda12", "cuda13", "browser", "fast", "bpe", "dev"} <= wanted
+    assert {"lab", "export", "cuda12", "cuda13", "browser", "fast", "bpe", "dev"} <= wanted
     assert all(extras.values())
 
 
@@ -50,6 +50,11 @@ def test_the_notebook_tools_are_pinned_and_stay_out_of_the_core():
     core = " ".join(project["dependencies"])
     for absent in (*tools, "cupy", "jupyter", "ipywidgets", "anywidget", "tokenizers", "scikit-learn"):
         assert absent not in core
+
+
+def test_export_has_the_notebook_tools_of_the_tests():
+    extras = tomllib.loads(TEXT)["project"]["optional-dependencies"]
+    assert set(extras["export"]) <= set(extras["dev"]), "one exporter for the package and for experiments"
 
 
 @pytest.mark.parametrize("text, expected", [

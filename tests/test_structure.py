@@ -11,8 +11,9 @@ each_module = pytest.mark.parametrize("module", MODULES, **ids)
 each_notebook = pytest.mark.parametrize("path", nb.paths(), ids=lambda path: path.stem)
 
 MAX_CELLS, MAX_LINES, MAX_CELL_LINES, WIDTH = 90, 400, 40, 120
-ONLY_IN = {"torch.distributed": "parallel", "cupy": "device", "plotly": "plots", "ipywidgets": "workbench",
-           "anywidget": "workbench"}
+WIDGETS = ("charts", "panels", "editor", "forms", "workbench")
+ONLY_IN = {"torch.distributed": "parallel", "cupy": "device", "plotly": "plots", "ipywidgets": WIDGETS,
+           "anywidget": WIDGETS}  # the family of one module, or these modules alone
 EXPLICIT_PRECISION = ("nn", "optim", "train")
 NO_CONVERSION = (*EXPLICIT_PRECISION, "cli")
 NAMED = {"half", "float", "bfloat16", "double", "type"}  # tensor methods that convert
@@ -63,10 +64,11 @@ def test_a_module_imports_only_modules_above_it(module):
 
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_package_is_used_in_one_module_only(package):
-    allowed = {module.name for module in repo.family(ONLY_IN[package])}
+    owner = ONLY_IN[package]
+    allowed = {module.name for module in repo.family(owner)} if isinstance(owner, str) else set(owner)
     for module in MODULES:
         if module.name not in allowed:
-            none_of(module, repo.uses(module.tree, package), f"{package} belongs to {ONLY_IN[package]} alone")
+            none_of(module, repo.uses(module.tree, package), f"{package} belongs to {owner} alone")
 
 
 @each_module

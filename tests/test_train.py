@@ -361,7 +361,7 @@ def test_pause_and_resume():
     t, plain = trainer("f16", steps=4), trainer("f16", steps=4)
     records = list(steps(t, read))
     losses(plain, 4)
-    assert kinds(records) == "ssss!" and len(read.count) == 7 and t.digest() == plain.digest()
+    assert kinds(records) == "siisss!" and len(read.count) == 7 and t.digest() == plain.digest()
 
 
 @pytest.mark.parametrize("answers, taken", [([[("stop", "")]], 0), ([[], [], [("stop", "")]], 2),
@@ -393,12 +393,12 @@ def test_set_lr():
 
 @pytest.mark.parametrize("argument, words", [
     ("lr=fast", "refused"), ("lr=-1", "refused"), ("lr=nan", "finite"), ("lr=inf", "finite"), ("lr", "refused"),
-    ("clip=2", "lr is what can be set"), ("", "lr is what can be set")])
+    ("clip=2", "lr, profile, and the slots"), ("", "lr, profile, and the slots")])
 def test_a_bad_value_is_refused_and_the_run_goes_on(argument, words):
     t, heard = trainer(steps=2), []
     t.bus.subscribe(heard.append)
     before = t.schedule
-    assert kinds(list(steps(t, polls([("set", argument)])))) == "ss!" and t.schedule == before
+    assert kinds(list(steps(t, polls([("set", argument)])))) == "iss!" and t.schedule == before
     [event] = [r for r in heard if isinstance(r, EventRecord)]
     assert event.kind == "command" and words in event.text
 
@@ -408,7 +408,7 @@ def test_an_unknown_command_is_answered():
     t.bus.subscribe(heard.append)
     list(steps(t, polls([("fly", "home")])))
     [event] = [r for r in heard if isinstance(r, EventRecord)]
-    assert "'fly'" in event.text and "pause, resume, stop, checkpoint, set lr=VALUE" in event.text
+    assert "'fly'" in event.text and "pause, resume, step, stop, checkpoint, capsule, evaluate, sample, set NAME=VALUE" in event.text
 
 
 def test_a_display_that_fails_does_not_touch_the_run():
