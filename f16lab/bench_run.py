@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'BENCH_EXAMPLES', 'BENCH_HELP', 'NOT_BENCHED', 'kernel_table', 'train_table', 'group_table', 'kernel_bench',
-           'Measured', 'train_bench', 'write_bench', 'show_kernel_bench', 'show_train_bench', 'bench_command',
-           'run_bench']
+           'Measured', 'train_bench', 'write_bench', 'show_kernel_bench', 'show_train_bench', 'log_table',
+           'show_log_bench', 'bench_command', 'run_bench']
 
 # %% ../nbs/20g_bench_run.ipynb #22a95d5a
 import json
@@ -22,6 +22,7 @@ from rich.table import Table
 from .bench import (Case, GroupRow, KernelRow, TrainRow, bench_document, kernel_rows, machine_facts,
                           noise_weights, random_tokens, step_groups, train_row)
 from .bench_cases import kernel_groups
+from .bench_log import LogRow, log_row
 from .config import TrainConfig
 from .console import PartedCommand, Setting, facts, open_console, print_table, si, table
 from .device import open_device
@@ -125,6 +126,22 @@ def show_train_bench(config: TrainConfig, profiles: Sequence[str], steps: int, o
     if rows: print_table(console, train_table(rows))
     return _closed(console, None, device, [m.failed for m in seen if m.failed])
 
+# %% ../nbs/20g_bench_run.ipynb #2f379d30
+def log_table(rows: Sequence[LogRow]) -> Table:
+    """The bench of run logs for a person."""
+    def line(r: LogRow) -> tuple[str, ...]:
+        return (f"{r.steps:,}", si(r.bytes, "B"), f"{r.bytes_per_step:.0f}", str(r.kept_histograms),
+                f"{r.open_seconds * 1e3:.0f}", f"{r.poll_ms:.2f}", f"{r.poll_ms_95:.2f}")
+    head = ("steps", "size", "bytes a step", "with histograms", "ms to open", "ms to follow", "95 %")
+    return table("", head, map(line, rows), left=0)
+
+def show_log_bench(steps: int, out: Path | None, console: Console) -> int:
+    """Write logs of a hundredth of `steps` and of all, with 100 scalars and 60 histograms a step, and read them."""
+    device = open_device("cpu")
+    rows = [log_row(n) for n in (max(100, steps // 100), steps)]
+    print_table(console, log_table(rows))
+    return _closed(console, out, device, [], log=rows)
+
 def _closed(console: Console, out: Path | None, device: torch.device, failed: list[str], **tables: Any) -> int:
     """Say what failed, write the document if asked to."""
     for line in failed: console.print(line, markup=False, soft_wrap=True)
@@ -136,12 +153,13 @@ BENCH_EXAMPLES = """
 f16lab bench kernels                                   every kernel, against the copy rate of the same run
 f16lab bench kernels --only AdamW --out adamw.json
 f16lab bench train --model d12 --batch 64 --accumulate 8 --profiles bf16_llmc,bf16,f16
-f16lab bench train --model tiny --profiles f32,f16     on a laptop"""
+f16lab bench train --model tiny --profiles f32,f16     on a laptop
+f16lab bench log                                       what 100,000 steps leave behind, and how long a reader waits"""
 
 BENCH_HELP = """Measure speed and memory on this machine.
 
-WHAT is kernels or train. Contenders take turns; times are medians with quartiles. The settings shown apply
-to train."""
+WHAT is kernels, train, or log. Contenders take turns; times are medians with quartiles. The settings shown
+apply to train."""
 
 NOT_BENCHED = (  # settings without effect there: a bench has its own tokens and steps, and nothing beside the step
     "data", "tokenizer", "limit", "shuffle", "steps", "eval_every", "eval_batches", "sample_every", "sample_tokens",
@@ -157,17 +175,23 @@ def bench_command(*common: Setting) -> click.Command:
            Setting("--only", metavar="GROUP", multiple=True, part="Bench", help="kernels: a group; may be given again"),
            Setting("--rounds", metavar="N", type=click.IntRange(1), default=20, show_default=True, part="Bench",
                    help="timed rounds (train: timed steps)"),
+           Setting("--log-steps", metavar="N", type=click.IntRange(100), default=100_000, show_default=True,
+                   part="Bench", help="log: steps of the longer of two logs"),
            Setting("--out", metavar="FILE", default=None, part="Bench", help="write everything as JSON")]
     return PartedCommand("bench", callback=run_bench, help=BENCH_HELP, examples=BENCH_EXAMPLES, params=[
-        click.Argument(["what"], type=click.Choice(["kernels", "train"])), *own, *setting_options(NOT_BENCHED),
+        click.Argument(["what"], type=click.Choice(["kernels", "train", "log"])), *own, *setting_options(NOT_BENCHED),
         *common])
 
-def run_bench(what: str, profiles: str, only: tuple[str, ...], rounds: int, out: str | None, **options: Any) -> int:
+def run_bench(what: str, profiles: str, only: tuple[str, ...], rounds: int, out: str | None, log_steps: int,
+              **options: Any) -> int:
     """Measure, print, write."""
     config, page = configured(None, options), Path(out) if out else None
     idle = [name for name, value in options.items() if value is not None and name != "device"]
     if what == "kernels" and idle:
         raise ValueError(f"bench kernels has its own sizes: {', '.join(idle)} would have no effect; --device has one")
+    if what == "log":
+        if idle or only: raise ValueError("bench log has its own steps: of the settings only --log-steps has an effect")
+        return show_log_bench(log_steps, page, open_console())
     if what == "train":
         names = [name.strip() for name in profiles.split(",") if name.strip()]
         if only: raise ValueError("--only is for `bench kernels`; for train give --profiles A,B")

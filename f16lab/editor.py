@@ -134,7 +134,7 @@ class ProfileEditor(widgets.VBox):
         self.preset = classed(widgets.Dropdown(options=[*PRESETS, "custom"], description="preset",
                                                tooltip="start from a known recipe"), "f16lab-preset")
         self.slots = {name: slot_control(name) for name in SLOTS}
-        self.text = classed(widgets.Textarea(description="as text", rows=2, continuous_update=False,
+        self.text = classed(widgets.Textarea(description="As text", rows=3, continuous_update=False,
                                              tooltip="the whole profile, to read or to write"), "f16lab-text")
         self.problem, self.notes, self.cost, self.way = (classed(widgets.HTML(), name) for name in (
             "f16lab-problem", "f16lab-note", "f16lab-cost", "f16lab-help"))
@@ -299,7 +299,7 @@ def differences(profiles: Mapping[str, PrecisionProfile]) -> str:
                                      for g, pairs in p.overrides) or "–" for p in ps]))
     rows = [(name, texts) for name, texts in rows if len(set(texts)) > 1]
     if not rows: return '<p class="f16lab-help">They are equal in every slot.</p>'
-    head = "".join(f'<th><i class="f16lab-dot f16lab-run-{i}"></i>{escape(n)}</th>' for i, n in enumerate(profiles))
+    head = "".join(f"<th>{escape(n)}</th>" for n in profiles)
     body = "".join(f"<tr><th>{name}</th>{''.join(f'<td>{escape(t)}</td>' for t in texts)}</tr>" for name, texts in rows)
     return f'<table class="f16lab-table"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
 

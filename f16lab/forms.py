@@ -311,11 +311,12 @@ class TakeAway(widgets.VBox):
         classed(self, "f16lab-takeaway")
 
     def write_recipe(self) -> Path:
-        """Write the recipe; show where, with a link and the command."""
+        """Write the recipe beside those that are there; show where, with a link and the command."""
         config, nproc = self.chosen()
-        path = self.folder / "recipe.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_toml(config), encoding="utf-8")
+        text, names = to_toml(config), ("recipe.toml", *(f"recipe-{n}.toml" for n in range(2, 10_000)))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = next(p for name in names if not (p := self.folder / name).exists() or p.read_text("utf-8") == text)
+        path.write_text(text, encoding="utf-8")
         self.recipe.value = (f"<p>written: <code>{escape(str(path))}</code></p>"
                              f"<p>{recipe_link(config, 'save a copy from the browser')}</p>"
                              f"<p>train it without a browser:<br>{copied(headless(path, nproc))}</p>")

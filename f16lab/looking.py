@@ -243,8 +243,9 @@ class GroupLook(GroupPlaces):
                 if self.turn(i, step): tally.add(labels[i], self.part(flat, i, start, stop, place, key))
 
     def at_once(self, tally: Tally | DeviceTally, flat: Tensor) -> bool:
-        """Whether every element of every tensor is counted, on a device that can do so in one go."""
-        return self.look.share == 1 and isinstance(tally, DeviceTally) and flat.dtype is not torch.float64
+        """Whether every element of every tensor is counted, in one go: on a GPU, or by the compiled loops."""
+        quick = isinstance(tally, DeviceTally) or tally.loops is not None
+        return self.look.share == 1 and quick and flat.dtype is not torch.float64
 
     def parts(self, flat: Tensor) -> Tensor:
         """The `spans` of a buffer, whole or this rank's part of it; made once for each."""
@@ -299,7 +300,7 @@ class RunSites(StepProbe):
         outputs, gradients = ("output" in kinds and inside), ("output_grad" in kinds and inside)
         self.hooks = ModuleHooks(trainer.model, self.see, outputs, gradients, self.turn)
         self.due, self.key, self.step, self.labels = False, 0, 0, {}
-        self.direct = isinstance(self.tally, Tally) and self.tally.counter is None
+        self.direct = isinstance(self.tally, Tally) and self.tally.loops is None
 
     def __enter__(self) -> "RunProbe":
         if self.trainer.probe is not None: raise ValueError("this trainer has a probe already: close that one first")

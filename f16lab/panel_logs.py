@@ -55,10 +55,11 @@ class PanelReader(RunReader):
         row = self._db.execute("SELECT layout, body FROM histogram WHERE step = ?", (step,)).fetchone()
         return None if row is None else found_in(self._layout(row[0]), row[1], site)
 
-    def shares_seen(self) -> str:
-        """What looked at exponents, in words, if the recipe says it."""
+    def looks_words(self) -> str:
+        """How often it is looked at exponents, in a sentence; '' if the recipe does not say."""
         every = self.recipe().get("probe", {}).get("probe_every", 0)
-        return f"every {every} steps" if every > 1 else "every step" if every else ""
+        often = f"every {every} steps" if every > 1 else "every step"
+        return f"The run looks {often}; where it takes a sample, tensors take turns." if every else ""
 
 # %% ../nbs/18g_panel_logs.ipynb #c4e485e1
 def found_in(labels: Sequence[tuple], body: bytes, site: tuple[str, str, str]) -> Histogram | None:
@@ -189,9 +190,9 @@ class WatchView(WatchTap):
         found = self.taken(step)
         return found.scale if found else 1.0
 
-    def shares_seen(self) -> str:
-        """How often it looks, in words."""
-        return "twice a second"
+    def looks_words(self) -> str:
+        """How often it is looked, in a sentence."""
+        return "Twice a second; a look adds up all steps since the one before."
 
     def histogram_steps(self) -> list[int]:
         """The steps at which it was looked."""

@@ -143,15 +143,14 @@ def casts_view(rows: Iterable[CastRow]) -> list[Block]:
     return [{"kind": "tiles", "items": tiles}, table]
 
 # %% ../nbs/18h_panel_views.ipynb #3b61759f
-METER_HEADS = ({"name": "tensor"},
+METER_HEADS = ({"name": "tensor"}, {"name": "alarm"},
                {"name": "efficiency", "right": True, "title": "share of the intended change that reaches the weights"},
                {"name": "over time", "title": "efficiency at the measured steps"},
                {"name": "lost", "right": True, "title": "share of elements whose intended change was rounded away"},
                {"name": "m stands still", "right": True, "title": "share of first moments that should move and do not"},
                {"name": "v stands still", "right": True, "title": "the same of second moments"},
                {"name": "flushed", "right": True, "title": "stored moments that became 0"},
-               {"name": "clamped", "right": True, "title": "stored moments held at the largest number"},
-               {"name": "alarm"})
+               {"name": "clamped", "right": True, "title": "stored moments held at the largest number"})
 
 
 def meter_line(t: TensorStat, history: Sequence[float], alarms: Sequence[Any]) -> dict[str, Any]:
@@ -162,11 +161,11 @@ def meter_line(t: TensorStat, history: Sequence[float], alarms: Sequence[Any]) -
 
     advice = [a.words.partition(": ")[2] for a in alarms]
     known = [None if math.isnan(x) else round(x, 4) for x in history]
-    cells = [cell(t.name), cell(word(e, ".3f"), e, bar=max(0.0, min(1.0, e)) if e == e else 0.0,
+    alarm = cell(", ".join(sorted(kinds)) or "none", -len(advice), **({"tone": "bad"} if advice else {}))
+    cells = [cell(t.name), alarm, cell(word(e, ".3f"), e, bar=max(0.0, min(1.0, e)) if e == e else 0.0,
                                 **({"tone": "bad"} if "lost updates" in kinds else {})),
              cell("", e, spark=known, limit=ALARM), cell(share(t.lost), t.lost), stands(t.stalled_m),
-             stands(t.stalled_v), *(cell(f"{n:,}".replace(",", " "), n) for n in (t.flushed, t.saturated)),
-             cell(", ".join(sorted(kinds)) or "none", len(advice), **({"tone": "bad"} if advice else {}))]
+             stands(t.stalled_v), *(cell(f"{n:,}".replace(",", " "), n) for n in (t.flushed, t.saturated))]
     return {"key": t.name, "cells": cells, "paragraphs": advice, "tags": ["alarms"] if advice else []}
 
 # %% ../nbs/18h_panel_views.ipynb #496e4189
@@ -193,8 +192,9 @@ def meters_view(records: Sequence[StepRecord], recipe: Mapping[str, Any], sizes:
              tile(f"{len(alarms)}", f"of {len(newest.tensors)} tensors raise an alarm", "bad" if alarms else "good"),
              tile(word(low.efficiency, ".2f") if low else "–", f"at worst, in {low.name}" if low else "not measured",
                   "bad" if low and low.efficiency < ALARM else "")]
-    rows = [meter_line(t, history[t.name], alarms.get(t.name, ())) for t in newest.tensors]
-    table = {"kind": "table", "columns": METER_HEADS, "rows": rows, "sort": [1, 1], "noun": "tensors",
+    order = sorted(newest.tensors, key=lambda t: (t.name not in alarms, math.isnan(t.efficiency), t.efficiency))
+    rows = [meter_line(t, history[t.name], alarms.get(t.name, ())) for t in order]
+    table = {"kind": "table", "columns": METER_HEADS, "rows": rows, "noun": "tensors",
              "tags": ["alarms"]}
     return [{"kind": "tiles", "items": tiles}, table]
 

@@ -302,7 +302,7 @@ class Histograms(Chooser):
         past = self.past[2].past
         block, newest = block_of(past), past[-1][1] if past else self.newest[self.at].found[site]
         scale = reader.scale_at(past[-1][0]) if past and site[0] == "backward" else 1.0
-        notes = [f"{len(past)} looks at this tensor; the run looks {reader.shares_seen()}, tensors may take turns."]
+        notes = [f"{len(past)} looks at this tensor.", reader.looks_words()]
         if newest.size: notes.append(f"A sample: {si(newest.elements)} of {si(newest.size)} numbers a look.")
         if scale != 1: notes.append(f"Gradients carry the loss scale, {scale:g} at the newest step.")
         self.history = {"steps": list(block.steps), "first": block.first, "width": block.width, "notes": notes,

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ROW', 'Label', 'fields_of', 'Close', 'look_closer', 'stand_in', 'Room', 'Counts', 'count_room', 'has_numba',
-           'compiled_counter', 'field_table', 'count_compiled', 'Sites', 'Tally', 'as_table', 'DeviceRows',
-           'DeviceTally', 'histogram_of', 'WhatIf', 'binades_of', 'first_overflow', 'overflows', 'what_if', 'Headroom',
-           'headroom', 'moved', 'merged', 'sampled']
+           'count_patterns', 'look_at_patterns', 'Loops', 'compiled_loops', 'pattern_tables', 'patterns_of', 'Sites',
+           'Tally', 'as_table', 'DeviceRows', 'DeviceTally', 'histogram_of', 'WhatIf', 'binades_of', 'first_overflow',
+           'overflows', 'what_if', 'Headroom', 'headroom', 'moved', 'merged', 'sampled']
 
 # %% ../nbs/16_probes.ipynb #4398429e
 import importlib.util
@@ -142,42 +142,80 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+def count_patterns(patterns: np.ndarray, fields: np.ndarray, wide: np.ndarray, parts: np.ndarray, row: np.ndarray) -> bool:
+    """Add the counts of unsigned bit patterns to row int64 [260]: fields, and the largest bits unless there is more to see:
+    whether `look_at_patterns` is needed for what fields 0, 1 and 255 hide.
+
+    `fields` and `wide` (see `pattern_tables`) are empty for f32; parts int32 [4, 256] is scratch, zero before and after."""
+    mask, shift, n = np.uint32(0x7FFF if len(fields) else 0x7FFFFFFF), np.uint32(23), len(patterns)
+    a, b, c, d = parts[0], parts[1], parts[2], parts[3]
+    for i in range(0, n - 3, 4):
+        p, q, r, s = patterns[i] & mask, patterns[i + 1] & mask, patterns[i + 2] & mask, patterns[i + 3] & mask
+        a[fields[p] if len(fields) else p >> shift] += 1
+        b[fields[q] if len(fields) else q >> shift] += 1
+        c[fields[r] if len(fields) else r >> shift] += 1
+        d[fields[s] if len(fields) else s >> shift] += 1
+    for i in range(n - n % 4, n): a[fields[patterns[i] & mask] if len(fields) else (patterns[i] & mask) >> shift] += 1
+    odd, top = parts[:, 0].sum() + parts[:, 1].sum() + parts[:, 255].sum(), np.uint32(0)
+    row[:256] += parts.sum(0)
+    parts[:] = 0
+    for i in range(0 if odd else n): top = max(top, patterns[i] & mask)  # a loop of its own is one of vector instructions
+    if odd == 0: row[259] = max(row[259], np.int64(wide[top] if len(wide) else top))
+    return odd > 0
+
+# %% ../nbs/16_probes.ipynb #4e06aade
+def look_at_patterns(patterns: np.ndarray, wide: np.ndarray, row: np.ndarray) -> None:
+    """Add to a row how many numbers lie below 2^-126 but are not 0, infinities, NaN, and the largest finite bits; of f32
+    numbers (`wide` is empty) the first are in field 0 and go to field 1."""
+    low, mask = 0, np.uint32(0x7FFF if len(wide) else 0x7FFFFFFF)
+    for i in range(len(patterns)):
+        bits = np.int64(wide[patterns[i] & mask] if len(wide) else patterns[i] & mask)
+        low += 0 < bits < 1 << 23
+        row[257] += bits == 0x7F800000
+        row[258] += bits > 0x7F800000
+        if bits < 0x7F800000: row[259] = max(row[259], bits)
+    row[256] += low
+    if len(wide): return  # the table of fields has seen to it
+    row[0] -= low
+    row[1] += low
+
+# %% ../nbs/16_probes.ipynb #22f11080
+class Loops(NamedTuple):
+    """The compiled loops."""
+
+    one: Callable   # count_patterns
+    look: Callable  # look_at_patterns
+    many: Callable  # both for the spans [K, 3] of a buffer, each into its row
+
+
 @cache
-def compiled_counter() -> Callable:
-    """count(patterns, table, parts [4, 256]) → largest pattern: adds to the parts. `table` is empty for f32."""
+def compiled_loops() -> Loops:
+    """`count_patterns` as machine code; the first call takes some seconds."""
     import numba
+    one, look = numba.njit(nogil=True)(count_patterns), numba.njit(nogil=True)(look_at_patterns)
 
     @numba.njit(nogil=True)
-    def count(patterns: Any, table: Any, parts: Any) -> int:
-        top, mask = 0, 0x7FFF if len(table) else 0x7FFFFFFF
-        for i in range(len(patterns)):
-            magnitude = patterns[i] & mask
-            top = max(top, magnitude)
-            field = table[magnitude] if len(table) else max(magnitude >> 23, min(magnitude, 1))
-            parts[i & 3, field] += 1
-        return top
-    return count
+    def many(patterns: Any, fields: Any, wide: Any, parts: Any, spans: Any, rows: Any) -> None:
+        for k in range(len(spans)):
+            start, count, row = spans[k]
+            mine = patterns[start : start + count]
+            if one(mine, fields, wide, parts, rows[row]): look(mine, wide, rows[row])
+    return Loops(one, look, many)
 
 
 @cache
-def field_table(dtype: torch.dtype) -> np.ndarray:
-    """Exponent field of the f32 value of each non-negative 16-bit pattern; empty for f32."""
-    if dtype is torch.float32: return np.zeros(0, np.int64)
+def pattern_tables(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """(exponent field, bits of the f32 value) of each non-negative 16-bit pattern; both empty for f32."""
+    if dtype is torch.float32: return np.zeros(0, np.uint8), np.zeros(0, np.int32)
     bits = torch.arange(1 << 15, dtype=torch.int16).view(dtype).to(torch.float32).view(torch.int32)
-    return fields_of(bits, torch.empty_like(bits), torch.empty_like(bits)).to(torch.int64).numpy()
+    fields = fields_of(bits.clone(), torch.empty_like(bits), torch.empty_like(bits))
+    return fields.to(torch.uint8).numpy(), bits.numpy()
 
 
-def count_compiled(x: Tensor, counter: Callable) -> Counts:
-    """Counts of one contiguous CPU tensor in f16, bf16 or f32, by the compiled loop."""
-    out, table, parts = Counts.none(1), field_table(x.dtype), np.zeros((4, 256), np.int64)
-    flat = x.reshape(-1).view(torch.int32 if x.dtype is torch.float32 else torch.int16)
-    top = int(counter(flat.numpy(), table, parts))
-    out.fields[0] = parts.sum(0)
-    wide = flat[:0] if x.dtype is torch.float32 else torch.tensor([top], dtype=torch.int16).view(x.dtype)
-    out.top[0] = top if x.dtype is torch.float32 else int(wide.to(torch.float32).view(torch.int32))
-    if out.fields[0, _LOW] or out.fields[0, _TOP]:
-        *out.apart[0], out.top[0] = look_closer(x.reshape(-1).to(torch.float32).view(torch.int32) & 0x7FFFFFFF)
-    return out
+def patterns_of(x: Tensor) -> np.ndarray:
+    """The bits of a contiguous CPU tensor in f16, bf16 or f32, flat and unsigned."""
+    flat = x.view(-1).view(torch.int32 if x.dtype is torch.float32 else torch.int16).numpy()
+    return flat.view(np.uint32 if x.dtype is torch.float32 else np.uint16)
 
 # %% ../nbs/16_probes.ipynb #84ed960f
 class Sites:
@@ -185,7 +223,8 @@ class Sites:
 
     def __init__(self, rows: int = 4096, compiled: bool | None = None):
         self.room, self.index, self.counts = Room(rows), {}, Counts.none(64)
-        self.counter = compiled_counter() if (has_numba() if compiled is None else compiled) else None
+        self.loops = compiled_loops() if (has_numba() if compiled is None else compiled) else None
+        self.rows, self.parts = np.zeros((64, COUNTS), np.int64), np.zeros((4, 256), np.int32)  # of the loops
 
     def site(self, label: Label) -> int:
         """The number of a label."""
@@ -193,13 +232,19 @@ class Sites:
         if i >= len(self.counts.top):
             more = Counts.none(2 * len(self.counts.top))
             more.add(self.counts)
-            self.counts = more
+            self.counts, self.rows = more, np.concatenate([self.rows, np.zeros_like(self.rows)])
         return i
 
     def flush(self) -> None:
         """Count what is in the room."""
         self.counts.add(count_room(self.room, len(self.index)))
         self.room.clear()
+
+    def take_loops(self) -> None:
+        """Add what the loops have counted."""
+        rows = self.rows[: len(self.index)]
+        self.counts.add(Counts(rows[:, :256], rows[:, 256:259], rows[:, 259].astype(np.int32)))
+        rows[:] = 0
 
 # %% ../nbs/16_probes.ipynb #f168ac2a
 class Tally(Sites):
@@ -208,12 +253,18 @@ class Tally(Sites):
     def add(self, label: Label, x: Tensor) -> None:
         """Count all of `x`: any shape, any precision."""
         x = x.detach()
-        if self.counter and x.dtype in (torch.float16, torch.bfloat16, torch.float32) and x.is_contiguous():
-            i, one = self.site(label), count_compiled(x, self.counter)
-            self.counts.fields[i] += one.fields[0]
-            self.counts.apart[i] += one.apart[0]
-            self.counts.top[i] = max(self.counts.top[i], one.top[0])
+        if self.loops and x.dtype in (torch.float16, torch.bfloat16, torch.float32) and x.is_contiguous():
+            row, patterns, (fields, wide) = self.rows[self.site(label)], patterns_of(x), pattern_tables(x.dtype)
+            if self.loops.one(patterns, fields, wide, self.parts, row): self.loops.look(patterns, wide, row)
         else: self.copy(self.site(label), stand_in(x) if x.dtype is torch.float64 else x)
+
+    def add_parts(self, labels: Sequence[Label], flat: Tensor, parts: Tensor) -> None:
+        """Count tensors that lie in one buffer, by the compiled loops: see `DeviceTally.add_parts`."""
+        sites = [self.site(label) for label in labels]
+        first = sites[0] if sites else 0
+        if sites != list(range(first, first + len(sites))): raise ValueError("labels of a buffer come together, and once")
+        rows = self.rows[first : first + len(sites)]
+        self.loops.many(patterns_of(flat), *pattern_tables(flat.dtype), self.parts, parts.numpy(), rows)
 
     def copy(self, i: int, x: Tensor) -> None:
         """Copy `x` into the room for site `i`, in pieces that fit."""
@@ -233,6 +284,7 @@ class Tally(Sites):
     def table(self) -> HistogramTable:
         """All that was counted since the last call."""
         self.flush()
+        if self.loops: self.take_loops()
         out = as_table(tuple(self.index), self.counts)
         self.index, self.counts = {}, Counts.none(len(self.counts.top))
         return out
@@ -264,6 +316,7 @@ class DeviceRows:
             if used: grown[:used] = self.rows[:used]
             self.rows = grown
         self.labels += labels
+        self.index.update(zip(labels, range(used, used + more)))
         return self.rows[used : used + more]
 
 # %% ../nbs/16_probes.ipynb #8f23081d
@@ -273,10 +326,8 @@ class DeviceTally(DeviceRows):
     def add(self, label: Label, x: Tensor) -> None:
         """Count all of `x`."""
         x = stand_in(x.detach()) if x.dtype is torch.float64 else x.detach()
-        if (i := self.index.get(label)) is None:
-            self.index[label] = i = len(self.labels)
-            self.take_rows([label], x.device)
-        count_into(x, self.rows[i])
+        i = self.index.get(label)
+        count_into(x, self.take_rows([label], x.device)[0] if i is None else self.rows[i])
 
     def add_parts(self, labels: Sequence[Label], flat: Tensor, parts: Tensor) -> None:
         """Count tensors that lie in one buffer; parts: `spans` whose rows are numbers of labels. Not in f64."""

@@ -235,6 +235,7 @@ class Steered:
         self.log, self.reader, self.session = self.folder / LOG, None, 0
         if self.folder.suffix == ".sqlite": self.folder, self.log = self.folder.parent, self.folder
         self.asked: Stopping | None = None
+        self.called_off = 0  # the process that was stopped before it reached its log
         self.notes: list[str] = []
         self.seen, self.paused, self.steps = 0, False, 0
         self.label, self.profile = self.folder.name, ""
@@ -273,7 +274,7 @@ def _stop(run: Steered, patience: float) -> str:
     try: number = run.send("stop", "stopped from the workbench")
     except RunLogError as error:
         if run.started is None or not run.started.alive: raise RunLogError(f"nothing to stop: {error}") from None
-        run.asked = Stopping(time.monotonic(), None, patience, signalled=time.monotonic())
+        run.asked, run.called_off = Stopping(time.monotonic(), None, patience, time.monotonic()), run.started.pid
         return f"the run has not begun yet: {run.terminate()}"
     run.asked = Stopping(time.monotonic(), number, patience)
     return run.asked.words()
@@ -303,7 +304,7 @@ def _look(run: Steered) -> Look:
         try: run.reader = RunReader(run.log)
         except (RunLogError, OSError): return _look_at_process(run)
     status = run.reader.status()
-    mine = run.started if run.started is not None and status.started < run.started.when - 1 else None
+    mine = run.started if run.started is not None and status.started < run.started.when else None
     if mine is not None and not status.live: return _look_at_process(run, status)  # started again, not yet in its log
     if status.session != run.session: _new_session(run, status)
     events, done = _new_events(run), 0 if status.step is None else status.step + 1
@@ -326,6 +327,7 @@ def _look_at_process(run: Steered, before: RunStatus | None = None) -> Look:
         stops = run.asked is not None
         return Look("stopping" if stops else "starting", run.asked.words() if stops else "starting", done, run.steps)
     run.asked = None
+    if run.called_off == run.started.pid: return Look("stopped", "stopped before it began", done, run.steps)
     return Look("failed", not_begun(run.folder, run.started), done, run.steps)
 
 # %% ../nbs/20n_steering.ipynb #94e541a1

@@ -77,6 +77,15 @@ def end(process: subprocess.Popen, seconds: float = 15) -> None:
         process.wait()
 
 
+def picture(page: Page, path: Path) -> str:
+    """Keep a picture of a page; where it is, or why there is none, in a sentence."""
+    try:
+        page.screenshot(path=path)
+    except Exception as error:
+        return f"no picture of the page: {error}"
+    return f"the page as it was then: {path}"
+
+
 class LabServer:
     """A JupyterLab of the test's own; call it with a notebook to get a page."""
 
@@ -110,9 +119,13 @@ class LabServer:
         place = self.root / f"{self.count}"
         place.mkdir()
         shutil.copy(notebook, place)
+        return self.open(f"{self.count}/{notebook.name}", width, height, dark)
+
+    def open(self, path: str, width: int = 1280, height: int = 800, dark: bool = False) -> LabPage:
+        """A new page with a notebook that is there already, and its kernel if that is alive."""
         scheme = "dark" if dark else "light"
         page = self.browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        lab = LabPage(self, page, f"{self.count}/{notebook.name}")
+        lab = LabPage(self, page, path)
         self.pages.append(lab)
         lab.load()
         if dark:
@@ -144,7 +157,9 @@ class LabPage:
     def __enter__(self) -> LabPage:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None and not self.page.is_closed():
+            error.add_note(picture(self.page, self.server.folder / f"failed_{self.path.replace('/', '_')}.png"))
         self.close()
 
     def load(self) -> None:
@@ -156,6 +171,15 @@ class LabPage:
     def reload(self) -> None:
         """What a person does with F5: the same kernel, a new page."""
         self.load()
+
+    def save(self) -> None:
+        """Save the notebook, its outputs included."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+    def restart(self) -> None:
+        """Restart the kernel, as its menu does, without the question."""
+        self.page.evaluate(f"() => {KERNEL}.restart()")
+        self.page.wait_for_function(f"() => {KERNEL}?.connectionStatus === 'connected' && {KERNEL}.status === 'idle'")
 
     def command(self, name: str, **given: Any) -> None:
         """Start one of JupyterLab's commands; does not wait for its end."""

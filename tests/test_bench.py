@@ -148,3 +148,20 @@ def test_settings_that_a_bench_leaves_out_exist():
     from f16lab.bench_run import NOT_BENCHED
     from f16lab.config import settings_of
     assert set(NOT_BENCHED) <= {name for name, _, _ in settings_of()}
+
+
+# ---------------------------------------------------------------- run logs
+def test_a_log_is_measured_and_its_row_is_what_lies_on_disk():
+    from f16lab.bench_log import busy_steps, log_row
+    few, many = log_row(120, looks=20), log_row(1200, looks=20)
+    assert few.steps == 120 and few.kept_histograms == 120 and many.kept_histograms < 1200  # old ones thin out
+    assert 0 < few.poll_ms <= few.poll_ms_95 and few.bytes == pytest.approx(120 * few.bytes_per_step)
+    assert many.bytes_per_step <= 6000
+    assert [r.loss for r in busy_steps(5)] == [r.loss for r in busy_steps(9)][:5]
+
+
+def test_bench_log_refuses_settings_of_other_benches():
+    from f16lab.bench_run import run_bench
+    for more in ({"only": ("AdamW",)}, {"batch": 4}):
+        with pytest.raises(ValueError, match="--log-steps"):
+            run_bench("log", "f32", more.pop("only", ()), 1, None, 100, **more)

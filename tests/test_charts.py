@@ -188,6 +188,7 @@ def test_a_resumed_run_is_corrected_in_the_browser(tmp_path):
         for f in frames.feeds: f.run._looked = -1.0
         browser.drain(frames, view)
     curve = browser.curves[1, "loss"]
+    assert browser.heads["events_again"] == [1] and [row[2] for row in browser.heads["events"]] == ["resume"]
     assert list(curve) == list(range(40)) and curve[30] == 9 and max(browser.curves[1, "difference"]) == 39
     assert min(v for k, v in browser.curves[1, "difference"].items() if k >= 30) > 5 and max(v for k, v in browser.curves[1, "difference"].items() if k < 30) == 0
 
@@ -463,7 +464,7 @@ def test_a_watch_is_live(tmp_path):
 
 
 def test_static_files_are_there_and_joined():
-    text = static_text("canvas.js", "charts.js")
+    text = static_text(*module.MODULE)
     assert text.count("export default") == 1 and "watchTheme" in text
     assert LiveCharts._esm == text and ".f16-charts" in LiveCharts._css
     with pytest.raises(FileNotFoundError): static_text("none.js")

@@ -27,6 +27,7 @@ def test_each_slot_offers_what_the_table_allows_and_nothing_else():
     assert choices("loss_scale", "2^11")[-1] == "2^11" and len(choices("loss_scale", "2^8")) == len(choices("loss_scale"))
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect")
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_clicked_controls_text_and_profile_agree(seed):
     draw, form, heard = random.Random(seed), ProfileEditor("f16", TINY), []

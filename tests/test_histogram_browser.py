@@ -243,7 +243,7 @@ def test_casts_are_searched_sorted_picked_and_entered(folder):
         page.page.get_by_label("search").fill("")
         page.page.locator(".f16p-group").first.click(position={"x": 8, "y": 6})
         assert page.page.locator(".f16p-crumbs").inner_text().startswith("all layers")
-        assert page.page.locator(".f16p-crumbs button").count() == 2
+        assert page.page.locator(".f16p-crumbs button").count() == 2 and lines.count() == 1
         page.page.locator(".f16p-map button").first.focus()
         page.page.keyboard.press("Escape")
         assert page.page.locator(".f16p-crumbs button").count() == 1 and page.problems == []

@@ -145,7 +145,7 @@ def test_casts_add_up_and_a_pick_needs_no_python(run):
     p = cast_attribution(run)
     rows = p.body[1]["rows"]
     assert sum(r["size"] for r in rows) == 3 * 384 and rows[-1]["cells"][-1][1] == 1.0
-    assert all(r["why"] and [p.body[1]["hints"][i]["kind"] for i in r["hints"]] == ["weight cast again"] for r in rows)
+    assert all(r["reason"] in p.body[1]["reasons"] and [p.body[1]["hints"][i]["kind"] for i in r["hints"]] == ["weight cast again"] for r in rows)
     assert sum(r["saves"] for r in rows) == 3 * 192
 
 
@@ -156,8 +156,8 @@ def test_meters_alarm_and_remedy(run):
         "rounding=stochastic" in rows["blocks.0.fc.weight"]["paragraphs"][0]
         and not rows["blocks.1.fc.weight"]["paragraphs"]
     )
-    assert rows["blocks.0.fc.weight"]["cells"][2][2]["spark"] == [0.2, 0.2, 0.2]
-    assert rows["blocks.2.fc.weight"]["cells"][1][:2] == ["–", None]  # NaN: a dash, sorted last
+    assert rows["blocks.0.fc.weight"]["cells"][3][2]["spark"] == [0.2, 0.2, 0.2]
+    assert rows["blocks.2.fc.weight"]["cells"][2][:2] == ["–", None]  # NaN: a dash, sorted last
 
 
 def test_memory_counts_parameters_from_what_probes_saw(run):
@@ -449,7 +449,7 @@ def test_a_watched_module_is_looked_at_while_it_trains_and_take_loses_nothing():
     seen = w.take()
     assert [p.problem for p in ps] == [""] * 5 and seen.steps == 4 and seen.find("0", "output")[0].elements == 4 * 32
     casts, hist, meters, held, skips = ps
-    assert casts.head["empty"] is None and any("autocast" in r["why"] for r in casts.body[1]["rows"])
+    assert casts.head["empty"] is None and any("autocast" in r["reason"] for r in casts.body[1]["rows"])
     assert {s["tensor"] for s in hist.sites} >= {"weight", "weight.grad", "output", "output.grad"} and len(
         hist.history["steps"]
     ) >= 1

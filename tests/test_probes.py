@@ -1,6 +1,7 @@
 """Exponent histograms: every number is counted once, and a count tells what a cast would do."""
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,9 +9,11 @@ from f16lab.cast import round_in_register
 from f16lab.events import Histogram, HistogramRecord
 from f16lab.packing import from_json, pack_histograms, to_json, unpack_histograms
 from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, Precision
-from f16lab.probes import (ROW, Counts, DeviceTally, Room, Tally, binades_of, count_compiled, count_room, field_table,
-                           headroom, histogram_of, merged, moved, overflows, sampled, what_if)
+from f16lab.probes import (ROW, Counts, DeviceTally, Room, Tally, binades_of, compiled_loops, count_patterns, count_room,
+                           has_numba, headroom, histogram_of, look_at_patterns, merged, moved, overflows,
+                           pattern_tables, patterns_of, sampled, what_if)
 from f16lab.runlog import RunLog, RunReader
+from f16lab.sum_kernels import spans
 
 INF, NAN = math.inf, math.nan
 FORMATS = (E4M3, E5M2, F16, BF16, F32)
@@ -70,25 +73,46 @@ def test_the_device_tally_counts_the_same(p):
     assert tally.table()[0] == slowly(x) and len(tally.table()) == 0
 
 
-def loop(patterns, table, parts):
-    """The compiled counter's loop, by Python."""
-    mask, top = 0x7FFF if len(table) else 0x7FFFFFFF, 0
-    for i, pattern in enumerate((patterns & mask).tolist()):
-        parts[i & 3, table[pattern] if len(table) else max(pattern >> 23, min(pattern, 1))] += 1
-        top = max(top, pattern)
-    return top
+@pytest.mark.parametrize("p", [F16, BF16, F32], ids=str)
+def test_the_compiled_loop_agrees_with_the_room(p):
+    """Machine code where numba is there, and the same loop as Python."""
+    x, room = ranges(p), Room(64)
+    room.take(0, len(x)).copy_(x)
+    b = count_room(room, 1)
+    for loops in [Python(), *([compiled_loops()] if has_numba() else [])]:
+        row, parts, (fields, wide) = np.zeros(260, np.int64), np.zeros((4, 256), np.int32), pattern_tables(p.dtype)
+        if loops.one(patterns_of(x), fields, wide, parts, row): loops.look(patterns_of(x), wide, row)
+        assert (row == np.concatenate([b.fields[0], b.apart[0], b.top])).all() and not parts.any()
+        assert row[:256].sum() == len(x) and [len(t) for t in pattern_tables(p.dtype)] in ([0, 0], [1 << 15] * 2)
+
+
+class Python:
+    """The loops, not compiled."""
+
+    one, look = staticmethod(count_patterns), staticmethod(look_at_patterns)
+
+    @staticmethod
+    def many(patterns, fields, wide, parts, spans, rows):
+        for start, count, row in spans:
+            mine = patterns[start : start + count]
+            if count_patterns(mine, fields, wide, parts, rows[row]): look_at_patterns(mine, wide, rows[row])
 
 
 @pytest.mark.parametrize("p", [F16, BF16, F32], ids=str)
-def test_the_compiled_counter_agrees_with_the_room(p):
-    numba = pytest.importorskip("numba", reason="the extra [fast]") if p is F32 else None
-    from f16lab.probes import compiled_counter
-    x, room = ranges(p), Room(64)
-    room.take(0, len(x)).copy_(x)
-    for counter in [loop, *([compiled_counter()] if numba else [])]:
-        a, b = count_compiled(x, counter), count_room(room, 1) if counter is loop else None
-        if b is not None: assert all((getattr(a, n) == getattr(b, n)).all() for n in ("fields", "apart", "top"))
-        assert a.fields.sum() == len(x) and len(field_table(p.dtype)) in (0, 1 << 15)
+def test_a_buffer_is_counted_at_once_and_a_tally_with_loops_counts_the_same(p):
+    x, tallies = ranges(p)[:6000], (Tally(64, compiled=False), Tally(64, compiled=False), DeviceTally())
+    tallies[1].loops = compiled_loops() if has_numba() else Python()
+    labels, places = [("", "", f"t{i}", p.tag, 0) for i in range(70)], [(i * 80, 70 + i % 2, i) for i in range(70)]
+    for tally in tallies[1:]:
+        tally.add(("", "", "first", p.tag, 0), x)
+        tally.add_parts(labels, x, spans(places))
+        tally.add(labels[3], x[:5])
+    tallies[0].add(("", "", "first", p.tag, 0), x)
+    for label, (start, count, _) in zip(labels, places): tallies[0].add(label, x[start : start + count])
+    tallies[0].add(labels[3], x[:5])
+    a, b, c = (tally.table() for tally in tallies)
+    assert list(a) == list(b) and len(a) == 71 and not len(tallies[1].table())
+    assert list(a) == list(c)
 
 
 ODD = (torch.zeros(0), torch.zeros(7), torch.full((5,), NAN), torch.full((2, 2), -INF), torch.tensor(3.0),

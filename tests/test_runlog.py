@@ -304,10 +304,11 @@ def test_histograms_thin_out_with_age(tmp_path):
     db.execute('COMMIT')
     left = [step // 10 for step, in db.execute('SELECT step FROM histogram ORDER BY step')]
     assert left[-64:] == list(range(6000 - 64, 6000))
-    for k in range(1, 7):  # of each doubling of age about half of keep is left, evenly spread
+    for k in range(1, 7):  # of each doubling of age about half of keep is left, evenly spread groups of eight
         young, old = 6000 - 64 * 2 ** (k - 1), 6000 - 64 * 2 ** k
         part = [step for step in left if old + 64 <= step < young - 64]
-        assert set(np.diff(part)) <= {2 ** k}, (k, part)
+        assert set(np.diff(part)) <= {1, 8 * 2 ** k - 7}, (k, part)
+    assert {step % 8 for step in left[:64]} == set(range(8))  # tensors that take turns all keep a past
     assert len(left) <= 64 + 32 * 9
     db.close()
 

@@ -204,6 +204,8 @@ def test_profiles_are_compared_steered_closed_and_found_again(tmp_path, benches)
     benches.append(again)
     assert again.fleet.labels == ["f16"] and "it was running already" in again.said.value
     assert until(again, lambda looks: looks[0].state == "paused")[0].done == paused.done
+    assert again.form.config.with_(profile="f32") == read_recipe(again.fleet.members[0].run.folder / "recipe.toml").with_(
+        profile="f32") and list(again.contenders.lineup.chosen) == ["f16"]  # the forms are those of the run
     again.tools["resume"].click()
     assert until(again, lambda looks: looks[0].done > paused.done)[0].state == "running"
     again.runs.refresh()
@@ -271,6 +273,19 @@ def test_several_live_runs_are_offered_not_attached(tmp_path, benches):
             run.child.wait()
 
 
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path, benches):
+    bench = Workbench(folder=tmp_path, config=tiny(steps=6, save_every=3), profiles=("f16",))
+    benches.append(bench)
+    bench.tools["start"].click()
+    assert until(bench, lambda looks: looks[0].state == "finished")[0].done == 6
+    bench.fleet.members[0].run.started.child.wait(20)
+    bench.tools["resume"].click()
+    assert "f16 has all its 6 steps" in bench.said.value
+    bench.form.fields["steps"].value = 9
+    bench.tools["resume"].click()
+    assert until(bench, lambda looks: looks[0].done == 9 and not looks[0].alive)[0].state == "finished"
+
+
 # ---------------------------------------------------------------- parts
 def test_an_error_of_the_display_is_told_once_and_looking_goes_on(tmp_path, benches):
     bench = Workbench(folder=tmp_path, config=tiny(steps=60, threads=1), profiles=("f32",))
@@ -329,6 +344,11 @@ def test_what_is_exported_is_the_choice(tmp_path, benches):
     bench.away.write.click()
     config = read_recipe(tmp_path / "recipe.toml")
     assert config == tiny("f16;lm_head:compute=f32", steps=7)
+    assert bench.away.write_recipe() == tmp_path / "recipe.toml"  # the same again
+    bench.form.fields["steps"].value = 8
+    assert bench.away.write_recipe() == tmp_path / "recipe-2.toml" and read_recipe(tmp_path / "recipe.toml") == config
+    bench.form.fields["steps"].value = 7
+    bench.away.write_recipe()
     html = bench.away.recipe.value
     link = re.search(r'href="data:application/toml;charset=utf-8,([^"]+)"', html)[1]
     from urllib.parse import unquote

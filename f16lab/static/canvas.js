@@ -16,8 +16,20 @@ const RUN_DASHES = [[], [9, 3], [3, 3], [10, 3, 2, 3], [5, 2], [2, 2], [12, 4], 
 
 // From few to many: light paper to deep blue, dark paper to pale blue. Lightness alone carries the meaning.
 const HEAT = {
-  light: [[232, 241, 250], [158, 202, 225], [66, 146, 198], [8, 81, 156], [8, 38, 84]],
-  dark: [[22, 38, 58], [24, 78, 130], [46, 132, 196], [128, 191, 234], [226, 243, 255]],
+  light: [
+    [232, 241, 250],
+    [158, 202, 225],
+    [66, 146, 198],
+    [8, 81, 156],
+    [8, 38, 84],
+  ],
+  dark: [
+    [22, 38, 58],
+    [24, 78, 130],
+    [46, 132, 196],
+    [128, 191, 234],
+    [226, 243, 255],
+  ],
 };
 
 const colorOfRun = (theme, i) => RUN_COLORS[theme.name][i % RUN_COLORS[theme.name].length];
@@ -43,7 +55,7 @@ function themeName(wanted) {
 // Keeps root.dataset.theme right, and reads the colours of canvas drawing from the style sheet's variables.
 function watchTheme(root, wanted, changed) {
   const theme = { name: "light", colors: {} };
-  let waits = 300;  // frames; a style sheet says nothing of an element that does not stand in the page yet
+  let waits = 300; // frames; a style sheet says nothing of an element that does not stand in the page yet
   const look = () => {
     if (!root.isConnected && waits-- > 0) requestAnimationFrame(look);
     theme.name = themeName(wanted());
@@ -59,7 +71,10 @@ function watchTheme(root, wanted, changed) {
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   system.addEventListener("change", look);
   theme.refresh = look;
-  theme.stop = () => { observer.disconnect(); system.removeEventListener("change", look); };
+  theme.stop = () => {
+    observer.disconnect();
+    system.removeEventListener("change", look);
+  };
   return theme;
 }
 
@@ -84,7 +99,8 @@ function makeBoard(parent, { label, height, draw }) {
   const paint = () => {
     frame = 0;
     const ratio = window.devicePixelRatio || 1;
-    const wide = Math.floor(parent.clientWidth), high = Math.floor(board.height);
+    const wide = Math.floor(parent.clientWidth),
+      high = Math.floor(board.height);
     if (wide < 20 || high < 20) return;
     const began = performance.now();
     if (canvas.width !== Math.round(wide * ratio) || canvas.height !== Math.round(high * ratio)) {
@@ -99,10 +115,15 @@ function makeBoard(parent, { label, height, draw }) {
     board.drawn += 1;
     board.spent += performance.now() - began;
   };
-  board.ask = () => { if (!frame) frame = requestAnimationFrame(paint); };
+  board.ask = () => {
+    if (!frame) frame = requestAnimationFrame(paint);
+  };
   const observer = new ResizeObserver(board.ask);
   observer.observe(parent);
-  board.stop = () => { observer.disconnect(); if (frame) cancelAnimationFrame(frame); };
+  board.stop = () => {
+    observer.disconnect();
+    if (frame) cancelAnimationFrame(frame);
+  };
   board.ask();
   return board;
 }
@@ -115,7 +136,11 @@ function pointIn(canvas, event) {
 
 // ---------------------------------------------------------------- numbers as text
 const RAISED = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
-const raised = (n) => String(n).split("").map((c) => RAISED[c] ?? c).join("");
+const raised = (n) =>
+  String(n)
+    .split("")
+    .map((c) => RAISED[c] ?? c)
+    .join("");
 const plainMinus = (text) => text.replace("-", "−");
 
 // A value for a read-out: five figures, powers of ten where it is long, words for what is not finite.
@@ -131,28 +156,36 @@ function numberText(x, figures = 5) {
     return `${front}10${raised(Number(power))}`;
   }
   if (Number.isInteger(x)) return plainMinus(x.toLocaleString("en-US"));
-  return plainMinus(size >= 1000 ? Math.round(x).toLocaleString("en-US") : x.toPrecision(figures));
+  if (size >= 1000) return plainMinus(Math.round(x).toLocaleString("en-US"));
+  const text = x.toPrecision(figures),
+    short = text.replace(/0+$/, ""); // 0.0010000 is 0.001, 2.1000 stays
+  return plainMinus(short.replace(/^[-0.]+/, "").length <= 2 && size < 1 ? short : text);
 }
 
 // A whole number, digits in groups of three.
 const countText = (n) => plainMinus(Math.round(n).toLocaleString("en-US"));
 
-// A short text for a tick: 0.05, 1.2k, 3M, 10⁻⁶.
-function tickText(x, step) {
+// A short text for a tick: 0.05, 1.2k, 3M, 10⁻⁶. The largest number of the axis, `top`, decides the unit of all.
+function tickText(x, step, top = Math.abs(x)) {
   if (x === 0) return "0";
-  const size = Math.abs(x);
-  if (size < 1e-3) return numberText(x, 4);
-  for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-    if (size >= unit * (unit === 1e3 ? 10 : 1)) {
-      return plainMinus(`${Number((x / unit).toFixed(step >= unit ? 0 : 2))}${letter}`);
-    }
+  if (top < 1e-3) return numberText(Number(x.toPrecision(4)), 3);
+  for (const [unit, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
+    if (top >= unit * (unit === 1e3 ? 10 : 1)) return plainMinus(`${Number((x / unit).toPrecision(6))}${letter}`);
   }
   const places = Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9)));
   return plainMinus(x.toFixed(places));
 }
 
-const percentText = (share) => share === 0 ? "0 %" : share < 1e-4 ? `${numberText(share * 100, 3)} %`
-  : `${(share * 100).toPrecision(share >= 0.9995 ? 4 : 3)} %`;
+const percentText = (share) =>
+  share === 0
+    ? "0 %"
+    : share < 1e-4
+      ? `${numberText(share * 100, 3)} %`
+      : `${(share * 100).toPrecision(share >= 0.9995 ? 4 : 3)} %`;
 
 // ---------------------------------------------------------------- scales
 // Each scale is a function value → pixel with invert, ticks(count) → [{ value, text, minor }], lo and hi.
@@ -169,7 +202,11 @@ function niceTicks(lo, hi, count) {
   const step = power * [1, 2, 5, 10].find((m) => m * power >= rough * 0.999);
   const ticks = [];
   for (let i = Math.ceil(lo / step - 1e-9); i * step <= hi + step * 1e-9; i += 1) {
-    ticks.push({ value: i * step, text: tickText(i * step, step), minor: false });
+    ticks.push({
+      value: i * step,
+      text: tickText(i * step, step, Math.max(Math.abs(lo), Math.abs(hi))),
+      minor: false,
+    });
   }
   return ticks;
 }
@@ -180,7 +217,7 @@ function logScale(lo, hi, from, to, base = 10) {
   const inner = linearScale(log(lo), log(hi), from, to);
   const scale = (v) => inner(v > lo ? log(v) : log(lo));
   scale.invert = (pixel) => base ** inner.invert(pixel);
-  scale.ticks = (count) => base === 2 ? powerTicks(inner, count) : logTicks(lo, hi, count);
+  scale.ticks = (count) => (base === 2 ? powerTicks(inner, count) : logTicks(lo, hi, count));
   return Object.assign(scale, { lo, hi });
 }
 
@@ -197,15 +234,22 @@ function powerTicks(inner, count) {
 function logTicks(lo, hi, count) {
   const span = Math.log10(hi / lo);
   if (span < 0.6) return niceTicks(lo, hi, count).filter((t) => t.value > 0);
-  const step = Math.max(1, Math.ceil(span / Math.max(1, count)));
-  const ticks = [], powers = Math.floor(Math.log10(hi)) - Math.ceil(Math.log10(lo)) + 1;
+  const step = Math.max(1, Math.round(span / Math.max(1, count)));
+  const ticks = [],
+    powers = Math.floor(Math.log10(hi)) - Math.ceil(Math.log10(lo)) + 1;
   const between = powers >= 2 && (count < 4 || span >= 1.6) ? [1] : span < 1.6 && count >= 4 ? [1, 2, 5] : [1, 3];
   for (let e = Math.floor(Math.log10(lo)); e <= Math.ceil(Math.log10(hi)); e += 1) {
     for (const m of between) {
       const value = m * 10 ** e;
       if (value < lo * 0.999 || value > hi * 1.001 || e % step) continue;
-      ticks.push({ value, text: value >= 1e-3 && value < 1e4 ? plainMinus(String(Number(value.toPrecision(3))))
-        : `${m === 1 ? "" : `${m}·`}10${raised(e)}`, minor: m !== 1 });
+      ticks.push({
+        value,
+        text:
+          value >= 1e-3 && value < 1e4
+            ? plainMinus(String(Number(value.toPrecision(3))))
+            : `${m === 1 ? "" : `${m}·`}10${raised(e)}`,
+        minor: m !== 1,
+      });
     }
   }
   return ticks;
@@ -272,15 +316,19 @@ function xAxis(ctx, theme, scale, box, title) {
     const x = crisp(scale(tick.value));
     if (x < box.left - 1 || x > box.right + 1 || tick.value % 1) continue;
     line(ctx, x, box.top, x, box.bottom);
-    if (title !== undefined) write(ctx, tick.text, x, box.bottom + 12, { color: theme.colors.muted, align: "center" });
+    if (title !== undefined)
+      write(ctx, tick.text, x, box.bottom + 12, { color: theme.colors.muted, align: "center" });
   }
   if (title) write(ctx, title, 2, box.bottom + 12, { color: theme.colors.muted });
 }
 
 // Words in the middle of an empty chart.
 function emptyWords(ctx, theme, text, box) {
-  write(ctx, text, (box.left + box.right) / 2, (box.top + box.bottom) / 2,
-    { color: theme.colors.muted, size: 13, align: "center" });
+  write(ctx, text, (box.left + box.right) / 2, (box.top + box.bottom) / 2, {
+    color: theme.colors.muted,
+    size: 13,
+    align: "center",
+  });
 }
 
 function cross(ctx, x, y, r) {
@@ -302,12 +350,24 @@ function triangle(ctx, x, y, r, way) {
 // Indices of the smallest, largest and first non-finite value of each stretch of `width` steps, and both ends.
 function thin(steps, values, width) {
   const kept = new Set([0, steps.length - 1]);
-  let low = -1, high = -1, odd = -1, group = NaN;
-  const close = () => { for (const i of [low, high, odd]) if (i >= 0) kept.add(i); };
+  let low = -1,
+    high = -1,
+    odd = -1,
+    group = NaN;
+  const close = () => {
+    for (const i of [low, high, odd]) if (i >= 0) kept.add(i);
+  };
   for (let i = 0; i < steps.length; i += 1) {
     const now = Math.floor(steps[i] / width);
-    if (now !== group) { close(); low = high = odd = -1; group = now; }
-    if (!Number.isFinite(values[i])) { if (odd < 0) odd = i; continue; }
+    if (now !== group) {
+      close();
+      low = high = odd = -1;
+      group = now;
+    }
+    if (!Number.isFinite(values[i])) {
+      if (odd < 0) odd = i;
+      continue;
+    }
     if (low < 0 || values[i] < values[low]) low = i;
     if (high < 0 || values[i] > values[high]) high = i;
   }
@@ -323,11 +383,18 @@ function makeCurve(maxPoints = 2000) {
     curve.steps.length = n;
     curve.values.length = n;
   };
-  curve.clear = () => { curve.steps = []; curve.values = []; curve.width = 1; };
+  curve.clear = () => {
+    curve.steps = [];
+    curve.values = [];
+    curve.width = 1;
+  };
   curve.extend = (steps, values) => {
     if (!steps.length) return;
     if (curve.steps.length && steps[0] <= curve.steps[curve.steps.length - 1]) curve.cut(steps[0]);
-    for (let i = 0; i < steps.length; i += 1) { curve.steps.push(steps[i]); curve.values.push(values[i]); }
+    for (let i = 0; i < steps.length; i += 1) {
+      curve.steps.push(steps[i]);
+      curve.values.push(values[i]);
+    }
     if (curve.steps.length <= maxPoints) return;
     for (; ; curve.width *= 2) {
       const kept = thin(curve.steps, curve.values, curve.width);
@@ -342,8 +409,13 @@ function makeCurve(maxPoints = 2000) {
 
 // The first place in ascending `list` whose entry is ≥ value.
 function lowerBound(list, value) {
-  let lo = 0, hi = list.length;
-  while (lo < hi) { const mid = (lo + hi) >> 1; if (list[mid] < value) lo = mid + 1; else hi = mid; }
+  let lo = 0,
+    hi = list.length;
+  while (lo < hi) {
+    const mid = (lo + hi) >> 1;
+    if (list[mid] < value) lo = mid + 1;
+    else hi = mid;
+  }
   return lo;
 }
 

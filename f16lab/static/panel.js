@@ -152,11 +152,11 @@ function rowMatches(row, words) {
 }
 
 function tableBlock(theme, send, pick) {
-  const ui = { words: [], tag: "", sort: null, shown: ROWS_AT_ONCE, picked: "", block: null, touched: false };
+  const ui = { words: [], tag: "", sort: null, shown: ROWS_AT_ONCE, picked: "", block: null, touched: false, path: [] };
   const search = make("input", { class: "f16p-search", type: "search", placeholder: "search", "aria-label": "search" });
   const tags = make("div", { class: "f16p-choice", role: "group", "aria-label": "show" });
   const count = make("span", { class: "f16p-muted" });
-  const tree = treeBlock(theme, (row) => choose(row));
+  const tree = treeBlock(theme, (row) => choose(row), (path) => { ui.path = path; ui.shown = ROWS_AT_ONCE; lines(); });
   const head = make("thead"), body = make("tbody");
   const more = make("button", { class: "f16p-button", type: "button" });
   const scroll = make("div", { class: "f16p-scroll" }, make("table", { class: "f16p-table" }, head, body), more);
@@ -176,8 +176,11 @@ function tableBlock(theme, send, pick) {
   const visible = () => sortedRows(ui.block.rows.filter((row) => rowMatches(row, ui.words)
     && (!ui.tag || row.tags.includes(ui.tag))), ui.sort);
 
+  const inside = (row) => ui.path.every((part, i) => row.path[i] === part);
   const lines = () => {
-    const rows = visible();
+    const found = visible();
+    tree.update(ui.block.tree ? found : null);
+    const rows = ui.block.tree ? found.filter(inside) : found;
     count.textContent = rows.length === ui.block.rows.length ? `${rows.length} ${ui.block.noun}`
       : `${rows.length} of ${ui.block.rows.length} ${ui.block.noun}`;
     const focused = body.contains(document.activeElement) ? document.activeElement.dataset.key : null;
@@ -189,7 +192,6 @@ function tableBlock(theme, send, pick) {
     if (focused !== null) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
     more.hidden = rows.length <= ui.shown;
     more.textContent = `show ${Math.min(500, rows.length - ui.shown)} more of ${rows.length}`;
-    tree.update(ui.block.tree ? rows : null);
   };
   const heads = () => head.replaceChildren(make("tr", {}, ...ui.block.columns.map((column, i) => {
     const way = ui.sort[0] === i ? (ui.sort[1] > 0 ? "ascending" : "descending") : "none";
@@ -315,7 +317,7 @@ function toneGround(node) {
 const bytesText = (n) => (n >= 1e9 ? `${(n / 1e9).toPrecision(3)} GB` : n >= 1e6 ? `${(n / 1e6).toPrecision(3)} MB`
   : n >= 1e3 ? `${(n / 1e3).toPrecision(3)} kB` : `${Math.round(n)} B`);
 
-function treeBlock(theme, choose) {
+function treeBlock(theme, choose, entered) {
   const crumbs = make("nav", { class: "f16p-crumbs", "aria-label": "where the map is" });
   const legend = make("div", { class: "f16p-legend" }, ...[["narrow", "to fewer bits"], ["widen", "to more bits"],
     ["same", "as many"]].map(([tone, text]) => {
@@ -330,12 +332,12 @@ function treeBlock(theme, choose) {
   const nodeAt = (root) => {
     let at = root;
     for (const part of ui.path) {
-      if (!at.below.has(part)) { ui.path = []; return root; }
+      if (!at.below.has(part)) { ui.path = []; entered([]); return root; }
       at = at.below.get(part);
     }
     return at;
   };
-  const go = (path) => { ui.path = path; draw(); map.querySelector("button")?.focus({ preventScroll: true }); };
+  const go = (path) => { ui.path = path; entered(path); map.querySelector("button")?.focus({ preventScroll: true }); };
   const act = (path, place) => { if (place.below.size > 0) go(path); else choose(place.rows[0]); };
 
   function boxFor(place, path, b, kind) {
@@ -385,11 +387,11 @@ function treeBlock(theme, choose) {
 // ---------------------------------------------------------------- what was picked
 function detailPane(row, block, pane) {
   const parts = [];
-  if (row.why) {
+  if (row.reason) {
     const [layer, op, operand, direction, cast, shape, times, bytes] = row.cells.map((c) => c[0]);
     parts.push(make("h4", {}, `${layer} · ${op}(${operand})`), make("p", {},
       `${cast}, ${direction}, ${times} × a step, shape ${shape}: ${bytes} read and written.`),
-    make("p", {}, make("b", {}, "Why: "), row.why));
+    make("p", {}, make("b", {}, "Why: "), `${block.reasons[row.reason] ?? row.reason} (${row.reason}).`));
     if (row.line) parts.push(make("p", {}, make("b", {}, "Code: "), make("code", {}, row.line)));
     for (const i of row.hints ?? []) {
       const hint = block.hints[i];
