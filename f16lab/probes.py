@@ -254,8 +254,9 @@ class Tally(Sites):
         """Count all of `x`: any shape, any precision."""
         x = x.detach()
         if self.loops and x.dtype in (torch.float16, torch.bfloat16, torch.float32) and x.is_contiguous():
-            row, patterns, (fields, wide) = self.rows[self.site(label)], patterns_of(x), pattern_tables(x.dtype)
-            if self.loops.one(patterns, fields, wide, self.parts, row): self.loops.look(patterns, wide, row)
+            i, patterns, (fields, wide) = self.site(label), patterns_of(x), pattern_tables(x.dtype)
+            if self.loops.one(patterns, fields, wide, self.parts, self.rows[i]):
+                self.loops.look(patterns, wide, self.rows[i])
         else: self.copy(self.site(label), stand_in(x) if x.dtype is torch.float64 else x)
 
     def add_parts(self, labels: Sequence[Label], flat: Tensor, parts: Tensor) -> None:

@@ -18,9 +18,11 @@ from workbench_page import BenchPage  # noqa: E402
 CELL = """from f16lab.workbench import Workbench
 
 Workbench(profiles=("f32", "f16", "all_f16"))"""
-STEPS, LIVE = 600, 420
-PANELS = {"Exponents": "exponents", "Casts": "casts", "Lost updates": "lost_updates", "Memory": "memory",
-          "Profiles": "profiles"}
+STEPS, LIVE = 600, 300
+PANELS = (  # file, the page it is on, what is taken
+    ("exponents", "Exponents", ".f16-exponents"), ("histogram", "Exponents", ".f16lab-views .f16p-panel:visible"),
+    ("casts", "Casts", ".f16lab-views .f16p-panel:visible"), ("lost_updates", "Lost updates", ".f16lab-views .f16p-panel:visible"),
+    ("memory", "Memory", ".f16lab-views .f16p-panel:visible"), ("profiles", "Profiles", ".f16lab-side"))
 THEMES = {"": "JupyterLab Light", "_dark": "JupyterLab Dark"}
 LIMIT = 200_000  # bytes of a picture
 
@@ -57,13 +59,15 @@ def take_all(lab: LabPage, out: Path) -> None:
     lab.run_all()
     bench.ready()
     only_the_notebook(lab)
-    fields = {"steps": str(STEPS), "lr": "0.003"}
-    for name, value in fields.items():
-        lab.page.locator(f".f16lab-field-{name} input").fill(value)
-        lab.page.locator(f".f16lab-field-{name} input").blur()
+    for name, value in {"steps": STEPS, "lr": 0.003}.items():
+        field = lab.page.locator(f".f16lab-field-{name} input")
+        field.fill(str(value))
+        field.blur()
     bench.press("compare")
     try:
-        bench.until(lambda: len(bench.steps()) == 3 and min(bench.steps().values()) > LIVE, "enough steps", 300)
+        bench.until(lambda: len(bench.steps()) == 3 and max(bench.steps().values()) > LIVE, "enough steps", 300)
+        lab.page.get_by_role("button", name="smooth").click()
+        lab.page.get_by_label("difference from").select_option("f32")
         for ending, theme in THEMES.items():
             lab.theme(theme)
             at_the_top(lab)
@@ -75,17 +79,17 @@ def take_all(lab: LabPage, out: Path) -> None:
 
 
 def take_panels(lab: LabPage, bench: BenchPage, out: Path) -> None:
-    """Each page of the right column over the whole width, and the profile editor."""
-    lab.page.set_viewport_size({"width": 1280, "height": 1800})
-    for name, file in PANELS.items():
+    """The panels over the whole width, and the profile editor."""
+    lab.page.set_viewport_size({"width": 1280, "height": 1500})
+    side = lab.page.locator(".f16lab-side")
+    for file, name, place in PANELS:
+        if side.is_visible() is (name != "Profiles"): lab.page.locator("button.f16lab-fold-side").click()
         bench.open(name)
-        fold = lab.page.locator("button.f16lab-fold-side")
-        wide = name != "Profiles"
-        if (lab.page.locator(".f16lab-side").is_visible()) is wide: fold.click()
+        if file == "histogram": lab.page.locator(".f16p-controls input[type=range]").fill("6")
         for ending, theme in THEMES.items():
             lab.theme(theme)
             at_the_top(lab)
-            keep(lab, out / f"panel_{file}{ending}.png", ".f16lab-views" if wide else ".f16lab-side")
+            keep(lab, out / f"panel_{file}{ending}.png", place)
 
 
 def main() -> None:

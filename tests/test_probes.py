@@ -110,8 +110,10 @@ def test_a_buffer_is_counted_at_once_and_a_tally_with_loops_counts_the_same(p):
     tallies[0].add(("", "", "first", p.tag, 0), x)
     for label, (start, count, _) in zip(labels, places): tallies[0].add(label, x[start : start + count])
     tallies[0].add(labels[3], x[:5])
+    for tally in tallies:
+        for i in range(80): tally.add(("", "", f"own{i}", p.tag, 0), x[i : 2 * i])
     a, b, c = (tally.table() for tally in tallies)
-    assert list(a) == list(b) and len(a) == 71 and not len(tallies[1].table())
+    assert list(a) == list(b) and len(a) == 151 and not len(tallies[1].table())
     assert list(a) == list(c)
 
 

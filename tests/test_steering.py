@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -43,7 +44,7 @@ def runs():
 
 
 def test_a_run_outlives_the_process_that_started_it_and_is_found_again(tmp_path):
-    code = ("import sys, time\nsys.path.insert(0, 'tests')\nfrom test_steering import start_run, tiny\n"
+    code = (f"import sys, time\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_steering import start_run, tiny\n"
             f"run = start_run(tiny('f16'), {str(tmp_path / 'r')!r})\nprint(run.pid, flush=True)\ntime.sleep(600)\n")
     kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     pid = int(kernel.stdout.readline())

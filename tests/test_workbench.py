@@ -273,6 +273,29 @@ def test_several_live_runs_are_offered_not_attached(tmp_path, benches):
             run.child.wait()
 
 
+def test_runs_in_turn_wait_begin_paused_and_are_taken_out_of_the_queue(tmp_path, benches):
+    bench = Workbench(folder=tmp_path, config=tiny(), profiles=("f32", "f16", "bf16"))
+    benches.append(bench)
+    bench.form.in_turn.value = bench.form.paused.value = True
+    bench.tools["compare"].click()
+    assert [m.look.state for m in bench.fleet.members] == ["starting", "waiting", "waiting"]
+    looks = until(bench, lambda looks: looks[0].state == "paused")
+    assert (looks[0].done, [look.state for look in looks]) == (0, ["paused", "waiting", "waiting"])
+    bench.count.value = 2
+    bench.tools["step"].click()
+    assert until(bench, lambda looks: looks[0].done == 2 and looks[0].state == "paused")[0].done == 2
+    bench.target.value = "bf16"
+    bench.tools["stop"].click()
+    assert "bf16: taken out of the queue" in bench.said.value
+    bench.target.value = "f32"
+    bench.tools["stop"].click()
+    looks = until(bench, lambda looks: looks[1].done > 0)  # its turn has come
+    assert [look.state for look in looks] == ["stopped", "running", "stopped"]
+    bench.target.value = "all"
+    bench.tools["stop"].click()
+    assert until(bench, lambda looks: not any(look.alive for look in looks))[1].state == "stopped"
+
+
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(tmp_path, benches):
     bench = Workbench(folder=tmp_path, config=tiny(steps=6, save_every=3), profiles=("f16",))
     benches.append(bench)
