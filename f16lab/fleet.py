@@ -194,6 +194,8 @@ class Member:
     nproc: int | None = None
     look: Look = Look("waiting", "waits for the run before it")
     before: str = ""                    # its state at the look before this one
+    paused: bool = False                # one that waits begins paused
+    out: bool = False                   # it was taken out of the queue
 
     @property
     def waiting(self) -> bool:
@@ -266,7 +268,7 @@ class Fleet(Members):
         with self._lock:
             for m in self.members:
                 m.before = m.look.state
-                if not m.waiting: m.look = m.run.look()
+                if not (m.waiting or m.out): m.look = m.run.look()
             _next_in_turn(self.members)
             return list(self.members)
 
@@ -291,6 +293,7 @@ def _start(fleet: Fleet, config: TrainConfig, profiles: Mapping[str, PrecisionPr
         place = next(p for n in range(1, 1000) if not (p := place if n == 1 else Path(f"{place}-{n}")).exists())
         if in_turn and begun: begun.append(fleet.add(Steered(place), name, own, nproc))
         else: begun.append(fleet.add(Steered(place, start_run(own, place, nproc, paused=paused)), name))
+        begun[-1].paused = paused
     return begun
 
 def _safe(name: str) -> str:
@@ -302,7 +305,7 @@ def _next_in_turn(members: list[Member]) -> None:
     waiting = next((m for m in members if m.waiting), None)
     if waiting is None or any(m.look.alive for m in members if not m.waiting): return
     config, waiting.config = waiting.config, None
-    try: waiting.run.started = start_run(config, waiting.run.folder, waiting.nproc)
+    try: waiting.run.started = start_run(config, waiting.run.folder, waiting.nproc, paused=waiting.paused)
     except (ValueError, OSError) as error: waiting.look = Look("failed", f"the run did not start: {sentence(error)}")
     else: waiting.look = Look("starting", "starting")
 
@@ -310,7 +313,7 @@ def _command(m: Member, kind: str, value: Any, named: bool) -> str:
     """See `Fleet.command`."""
     if m.waiting:
         if kind != "stop": return ""
-        m.config, m.look = None, Look("stopped", "taken out of the queue")
+        m.config, m.out, m.look = None, True, Look("stopped", "taken out of the queue")
         return f"{m.label}: taken out of the queue"
     if not named and not m.look.alive: return ""
     try:

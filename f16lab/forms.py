@@ -194,9 +194,9 @@ def run_line(i: int, member: Member, chosen: bool = False) -> str:
     numbers = "".join(f"<span>{text}</span>" for text in figures_of(look.row))
     kind = f"f16lab-run f16lab-is-{look.state}{' f16lab-chosen' if chosen else ''}"
     return (f'<div class="{kind}" title="{escape(look.words)}">'
-            f'<div><i class="f16lab-dot f16lab-run-{i}"></i><strong>{escape(member.label)}</strong>'
+            f'<div><i class="f16lab-dot f16lab-run-{i % 8}"></i><strong>{escape(member.label)}</strong>'
             f'<span class="f16lab-state">{escape(state)}</span><span class="f16lab-steps">{steps}</span>{numbers}</div>'
-            f'<div class="f16lab-progress f16lab-run-{i}"><div style="width:{share:.1f}%"></div></div>{more}</div>')
+            f'<div class="f16lab-progress f16lab-run-{i % 8}"><div style="width:{share:.1f}%"></div></div>{more}</div>')
 
 def run_lines(members: Sequence[Member], chosen: str = "") -> str:
     """All runs; a hint where there are none."""

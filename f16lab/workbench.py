@@ -248,14 +248,15 @@ def command(bench: "Workbench", kind: str, value: Any = None) -> str:
 # %% ../nbs/20s_workbench.ipynb #435e9ba4
 def go_on(bench: "Workbench") -> str:
     """Resume: a paused run by command, one that has ended from its newest checkpoint."""
-    members = [m for m in bench.fleet.members if bench.chosen in ("", m.label)]
+    members = [m for m in bench.fleet.members if bench.chosen in ("", m.label) and not m.out]
     ended = [m for m in members if not m.look.alive and m.run is not bench.driven and not m.waiting]
     if len(ended) < len(members) or not members: return command(bench, "resume")
-    more = {"steps": bench.form.config.run.steps}
+    more, whole = bench.form.config.run.steps, [m for m in ended if m.look.state == "finished"]
+    for m in whole:
+        if more <= m.look.done: raise ValueError(f"{m.label} has all its {m.look.done} steps: give a larger number in "
+                                                 "Recipe, then Resume")
     for m in ended:
-        if m.look.state == "finished" and more["steps"] <= m.look.done: raise ValueError(
-            f"{m.label} has all its {m.look.done} steps: give a larger number in Recipe, then Resume")
-        m.run.started = resume_run(m.run.folder, bench.form.nproc, **more if m.look.state == "finished" else {})
+        m.run.started = resume_run(m.run.folder, bench.form.nproc, **({"steps": more} if m in whole else {}))
     return f"{', '.join(m.label for m in ended)}: going on from the newest checkpoint"
 
 # %% ../nbs/20s_workbench.ipynb #7b2a5666

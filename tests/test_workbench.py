@@ -289,8 +289,8 @@ def test_runs_in_turn_wait_begin_paused_and_are_taken_out_of_the_queue(tmp_path,
     assert "bf16: taken out of the queue" in bench.said.value
     bench.target.value = "f32"
     bench.tools["stop"].click()
-    looks = until(bench, lambda looks: looks[1].done > 0)  # its turn has come
-    assert [look.state for look in looks] == ["stopped", "running", "stopped"]
+    looks = until(bench, lambda looks: looks[1].state == "paused")  # its turn has come
+    assert [look.state for look in looks] == ["stopped", "paused", "stopped"]
     bench.target.value = "all"
     bench.tools["stop"].click()
     assert until(bench, lambda looks: not any(look.alive for look in looks))[1].state == "stopped"
