@@ -67,10 +67,12 @@ def terms(seen: Seen, y: Tensor) -> int:
     return max([2, rows, *sizes, *(x.numel() // max(1, y.numel()) for x in seen.inputs if x is not None)])
 
 def unit_of(seen: Seen) -> float:
-    """Unit roundoff of the arithmetic inside; tensor cores, which take 16-bit operands, cut off instead of rounding."""
+    """Unit roundoff of the arithmetic inside. Tensor cores, which take 16-bit operands, cut off instead of rounding; fused
+    attention in f32 gives them each product in three TF32 parts (CUTLASS, OpMultiplyAddFastF32)."""
     if seen.p is F64: return 2.0**-53
-    cut = seen.p.bits <= 16 and any(x is not None and x.is_cuda for x in seen.inputs)
-    return 2.0**-23 if cut else 2.0**-24
+    if not any(x is not None and x.is_cuda for x in seen.inputs): return 2.0**-24
+    if seen.p.bits <= 16: return 2.0**-23
+    return 2.0**-22 if seen.op == "attention" else 2.0**-24
 
 def spreads(draws: Iterable[Sequence[Tensor | None]], ys: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Root mean square distance of draws of all outputs from `ys`, element by element; one draw is held at a time."""

@@ -400,3 +400,10 @@ def test_events_are_bounded_and_escaped():
         table.add(9, "<run>", [(i, "skip", "<script>")])
     table.refresh()
     assert len(table.rows) == 50 and "<script>" not in table.value and "&lt;run&gt;" in table.value
+
+
+def test_differences_are_shown_from_f32_or_the_first_of_several():
+    from f16lab.workbench import base_of
+    assert [base_of(labels, chosen) for labels, chosen in (
+        ([], ""), (["f16"], ""), (["f16", "f32"], ""), (["f16", "bf16"], ""), (["f16", "f32"], "f16"),
+        (["f16", "bf16"], "f32"), (["f32"], "f32"))] == ["", "", "f32", "f16", "f16", "f16", "f32"]
