@@ -12,7 +12,7 @@ __all__ = ['PANELS', 'BUTTONS', 'SECONDS', 'QUICK', 'Pages', 'base_of', 'Views',
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
