@@ -67,8 +67,8 @@ def terms(seen: Seen, y: Tensor) -> int:
     return max([2, rows, *sizes, *(x.numel() // max(1, y.numel()) for x in seen.inputs if x is not None)])
 
 def unit_of(seen: Seen) -> float:
-    """Unit roundoff of the arithmetic inside. Tensor cores, which take 16-bit operands, cut off instead of rounding; fused
-    attention in f32 gives them each product in three TF32 parts (CUTLASS, OpMultiplyAddFastF32)."""
+    """Unit roundoff of the arithmetic inside. Tensor cores, which take 16-bit operands, cut off instead of rounding;
+    fused attention in f32 gives them each product in three TF32 parts (CUTLASS, OpMultiplyAddFastF32)."""
     if seen.p is F64: return 2.0**-53
     if not any(x is not None and x.is_cuda for x in seen.inputs): return 2.0**-24
     if seen.p.bits <= 16: return 2.0**-23

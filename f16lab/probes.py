@@ -142,11 +142,13 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def count_patterns(patterns: np.ndarray, fields: np.ndarray, wide: np.ndarray, parts: np.ndarray, row: np.ndarray) -> bool:
-    """Add the counts of unsigned bit patterns to row int64 [260]: fields, and the largest bits unless there is more to see:
-    whether `look_at_patterns` is needed for what fields 0, 1 and 255 hide.
+def count_patterns(patterns: np.ndarray, fields: np.ndarray, wide: np.ndarray, parts: np.ndarray, row: np.ndarray
+                   ) -> bool:
+    """Add the counts of unsigned bit patterns to row int64 [260]: fields, and the largest bits unless there is more to
+    see: whether `look_at_patterns` is needed for what fields 0, 1 and 255 hide.
 
-    `fields` and `wide` (see `pattern_tables`) are empty for f32; parts int32 [4, 256] is scratch, zero before and after."""
+    `fields` and `wide` (see `pattern_tables`) are empty for f32; parts int32 [4, 256] is scratch, zero before and
+    after."""
     mask, shift, n = np.uint32(0x7FFF if len(fields) else 0x7FFFFFFF), np.uint32(23), len(patterns)
     a, b, c, d = parts[0], parts[1], parts[2], parts[3]
     for i in range(0, n - 3, 4):
@@ -159,14 +161,14 @@ def count_patterns(patterns: np.ndarray, fields: np.ndarray, wide: np.ndarray, p
     odd, top = parts[:, 0].sum() + parts[:, 1].sum() + parts[:, 255].sum(), np.uint32(0)
     row[:256] += parts.sum(0)
     parts[:] = 0
-    for i in range(0 if odd else n): top = max(top, patterns[i] & mask)  # a loop of its own is one of vector instructions
+    for i in range(0 if odd else n): top = max(top, patterns[i] & mask)  # alone, a loop of vector instructions
     if odd == 0: row[259] = max(row[259], np.int64(wide[top] if len(wide) else top))
     return odd > 0
 
 # %% ../nbs/16_probes.ipynb #4e06aade
 def look_at_patterns(patterns: np.ndarray, wide: np.ndarray, row: np.ndarray) -> None:
-    """Add to a row how many numbers lie below 2^-126 but are not 0, infinities, NaN, and the largest finite bits; of f32
-    numbers (`wide` is empty) the first are in field 0 and go to field 1."""
+    """Add to a row how many numbers lie below 2^-126 but are not 0, infinities, NaN, and the largest finite bits; of
+    f32 numbers (`wide` is empty) the first are in field 0 and go to field 1."""
     low, mask = 0, np.uint32(0x7FFF if len(wide) else 0x7FFFFFFF)
     for i in range(len(patterns)):
         bits = np.int64(wide[patterns[i] & mask] if len(wide) else patterns[i] & mask)
@@ -263,7 +265,8 @@ class Tally(Sites):
         """Count tensors that lie in one buffer, by the compiled loops: see `DeviceTally.add_parts`."""
         sites = [self.site(label) for label in labels]
         first = sites[0] if sites else 0
-        if sites != list(range(first, first + len(sites))): raise ValueError("labels of a buffer come together, and once")
+        if sites != list(range(first, first + len(sites))):
+            raise ValueError("labels of a buffer come together, and once")
         rows = self.rows[first : first + len(sites)]
         self.loops.many(patterns_of(flat), *pattern_tables(flat.dtype), self.parts, parts.numpy(), rows)
 
