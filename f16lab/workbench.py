@@ -64,15 +64,15 @@ class Pages(widgets.VBox):
         for fn in self._listeners: fn(self.current)
 
 # %% ../nbs/20s_workbench.ipynb #58f22727
+PANELS = {"Exponents": (overflow_histograms,), "Casts": (cast_attribution,), "Lost updates": (lost_updates,),
+          "Memory": (memory,), "Events": (skipped_step,)}
+
 def base_of(labels: Sequence[str], chosen: str) -> str:
     """The run from which differences are shown at first: the chosen one, else one in f32, else the first of several."""
     if chosen in labels: return chosen
     return next((label for label in labels if label.startswith("f32")), labels[0]) if len(labels) > 1 else ""
 
 # %% ../nbs/20s_workbench.ipynb #fc7a330c
-PANELS = {"Exponents": (overflow_histograms,), "Casts": (cast_attribution,), "Lost updates": (lost_updates,),
-          "Memory": (memory,), "Events": (skipped_step,)}
-
 class Views:
     """Charts and panels of the runs in view."""
 

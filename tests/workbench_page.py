@@ -77,6 +77,7 @@ class BenchPage:
         """Type a whole recipe."""
         self.page.locator("button.f16lab-fold").click()
         field = self.page.locator(".f16lab-toml textarea")
+        self.until(field.input_value, "the recipe that was there before")
         field.fill(to_toml(config))
         field.blur()
 
