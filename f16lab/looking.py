@@ -52,9 +52,16 @@ class OpenHooks:
         self.model, self.see, self.on, self.handles = model, see, True, {}
 
     def __enter__(self) -> "OpenHooks":
-        for path, m in self.model.named_modules():
-            if path: self.handles[path] = m.register_forward_hook(partial(self.forward, path))
+        self.modules = {path: m for path, m in self.model.named_modules() if path}
+        self.listen(self.modules)
         return self
+
+    def listen(self, paths: Iterable[str]) -> None:
+        """Have hooks on these modules, and on no others: a module without one takes torch's short way."""
+        for path in set(self.handles).difference(paths): self.handles.pop(path).remove()
+        for path in paths:
+            if path not in self.handles:
+                self.handles[path] = self.modules[path].register_forward_hook(partial(self.forward, path))
 
     def __exit__(self, *exc: Any) -> None:
         for handle in self.handles.values(): handle.remove()
@@ -97,7 +104,14 @@ class ModuleHooks(OpenHooks):
         """End the first look: modules that made nothing lose their hooks."""
         if self.numbers is not None or not self.makers: return
         self.numbers, self.made = self.makers, {}
-        for path in set(self.handles) - set(self.numbers): self.handles.pop(path).remove()
+        self.listen(self.numbers)
+
+    def attend(self, on: bool) -> None:
+        """Look from now on, or not. Modules whose turn it is not have no hook."""
+        self.on, wants = on, self.wants
+        if not on or self.numbers is None or wants is None: return
+        self.listen([path for path, n in self.numbers.items()
+                     if self.outputs and wants(n, False) or self.gradients and wants(n, True)])
 
     def forward(self, path: str, module: nn.Module, given: tuple, out: Any) -> None:
         """The forward hook of the module at `path`."""
@@ -109,14 +123,10 @@ class ModuleHooks(OpenHooks):
         if not (outputs or gradients) or not torch.is_grad_enabled(): return
         for name, x in (("output", out),) if isinstance(out, Tensor) else tensors_in(out, "output"):
             if any(x is t for t in given) or not x.is_floating_point() or self.made.get(id(x)) is x: continue
-            if self.wants and self.numbers is None: self.note(path, x)
+            if self.wants and self.numbers is None:  # the first look
+                self.made[id(x)], self.makers[path] = x, self.makers.get(path, len(self.makers))
             if outputs: self.see("forward", path, name, x)
             if gradients and x.requires_grad: self.await_gradient(path, f"{name}.grad", x)
-
-    def note(self, path: str, x: Tensor) -> None:
-        """First look: the module at `path` made `x`."""
-        self.made[id(x)] = x
-        self.makers.setdefault(path, len(self.makers))
 
 # %% ../nbs/16a_looking.ipynb #1adf2c29
 TURNS = 4         # of a sampled look: tensors of the flat buffers are seen once in so many steps
@@ -349,7 +359,7 @@ class RunProbe(RunSites):
 
     def micro(self, last: bool) -> None:
         """A micro-step begins."""
-        self.hooks.on = self.due and (last or self.look.every_micro)
+        self.hooks.attend(self.due and (last or self.look.every_micro))
 
     def finish(self, record: StepRecord) -> StepRecord:
         """A step is over: look at the rest; the record with its histograms."""

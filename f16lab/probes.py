@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ROW', 'Label', 'fields_of', 'Close', 'look_closer', 'stand_in', 'Room', 'Counts', 'count_room', 'has_numba',
            'count_patterns', 'look_at_patterns', 'Loops', 'compiled_loops', 'pattern_tables', 'patterns_of', 'Sites',
-           'Tally', 'as_table', 'DeviceRows', 'DeviceTally', 'histogram_of', 'WhatIf', 'binades_of', 'first_overflow',
-           'overflows', 'what_if', 'Headroom', 'headroom', 'moved', 'merged', 'sampled']
+           'Tally', 'first_normal', 'as_table', 'DeviceRows', 'DeviceTally', 'histogram_of', 'WhatIf', 'binades_of',
+           'first_overflow', 'overflows', 'what_if', 'Headroom', 'headroom', 'moved', 'merged', 'sampled']
 
 # %% ../nbs/16_probes.ipynb #4398429e
 import importlib.util
@@ -294,6 +294,12 @@ class Tally(Sites):
         return out
 
 # %% ../nbs/16_probes.ipynb #8dac133a
+@cache
+def first_normal(tag: str) -> int:
+    """The exponent field, in f32, of the smallest normal number of a precision; 0 where it is no number of f32."""
+    return max(0, Precision.parse(tag).emin + 127)
+
+
 def as_table(labels: Sequence[Label], counts: Counts) -> HistogramTable:
     """Histograms from counts: field 0 and 1 put right, subnormals of each tensor's own precision added up."""
     n = len(labels)
@@ -301,7 +307,7 @@ def as_table(labels: Sequence[Label], counts: Counts) -> HistogramTable:
     zeros = fields[:, 0].copy()
     fields[:, 0] = low
     fields[:, 1] -= low
-    smallest = np.array([Precision.parse(label[3]).emin + 127 for label in labels], np.int64).clip(0)
+    smallest = np.array([first_normal(label[3]) for label in labels], np.int64)
     subnormals = np.where(np.arange(255) < smallest[:, None], fields, 0).sum(1)
     amax = counts.top[:n].view(np.float32).astype(np.float64)
     return HistogramTable(labels, fields, np.stack([zeros, subnormals, infs, nans], 1), amax)

@@ -107,6 +107,13 @@ class BenchPage:
             return [...seen]; }""", canvas)
         return {tuple(map(int, key.split(","))): count for key, count in pairs}
 
+    def drawn(self, canvas: str, ink: tuple[int, int, int]) -> int:
+        """How many pixels are of a colour on white paper, or of its soft edges."""
+        def is_ink(pixel: tuple[int, int, int]) -> bool:
+            shares = [(255 - p) / (255 - c) for p, c in zip(pixel, ink)]
+            return min(shares) > 0.4 and max(shares) - min(shares) < 0.08
+        return sum(count for pixel, count in self.colors(canvas).items() if is_ink(pixel))
+
     # ---------------------------------------------------------------- the runs themselves
     def folders(self) -> list[Path]:
         """Folders of runs, the oldest first."""
