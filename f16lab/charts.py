@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CHARTS', 'MAP_STEPS', 'TOLD_EVENTS', 'EVENTS_AT_ONCE', 'SLOW', 'QUIET', 'FINAL', 'MODULE', 'View', 'Part', 'Feed',
            'judge', 'parts_of', 'curve_of', 'Frame', 'narrowed', 'packed', 'map_table', 'Frames', 'compare',
-           'follow_reference', 'changed_heads', 'new_events', 'details', 'new_map', 'PublisherParts', 'Publisher',
-           'Pick', 'static_text', 'ChartTraits', 'LiveCharts', 'receive', 'tell', 'trajectories', 'loss_scale',
-           'exponent_map']
+           'follow_reference', 'changed_heads', 'new_events', 'details', 'new_map', 'read_map', 'PublisherParts',
+           'Publisher', 'Pick', 'static_text', 'ChartTraits', 'LiveCharts', 'receive', 'tell', 'trajectories',
+           'loss_scale', 'exponent_map']
 
 # %% ../nbs/20j_charts.ipynb #076ae7e3
 import threading
@@ -27,7 +27,7 @@ from .events import Histogram, StepRecord
 from .exponents import LADDER, Binades, binades_of_layers, recent
 from .packing import to_plain
 from .runfile import Series
-from .viewing import NOTHING, Curve, Difference, Following, Fresh, Room, WatchLog, follow_all
+from .viewing import NOTHING, Curve, Difference, Following, Fresh, Room, WatchLog, fault, follow_all
 from .watching import Watch
 
 # %% ../nbs/20j_charts.ipynb #a3b47dc4
@@ -92,6 +92,13 @@ class Feed:
         if fresh.reset and rooms: self.room.begin(self.run.reader.histogram_steps())
         elif fresh.histogram_step is not None: self.room.queue.append(fresh.histogram_step)
         return fresh
+
+    def attempt(self, read: Callable[[], Any], default: Any) -> Any:
+        """What `read` finds in the log; `default`, and a sentence in `problem`, where the log is damaged."""
+        try: return read()
+        except Exception as error:  # one damaged log must not take the others' pictures away
+            self.run.problem = fault(error)
+            return default
 
     def header(self) -> dict[str, Any]:
         """What the legend says of the run."""
@@ -198,7 +205,8 @@ class Frames:
         compare(self, view)
         news = [feed.poll("loss_scale" in view.charts) for feed in self.feeds]
         follow_reference(self, view, news)
-        parts = [p for i, (f, fresh) in enumerate(zip(self.feeds, news)) for p in parts_of(i, f, view, fresh)]
+        parts = [p for i, (f, fresh) in enumerate(zip(self.feeds, news))
+                 for p in f.attempt(lambda: parts_of(i, f, view, fresh), [])]
         parts += details(self, view)
         heads = changed_heads(self, view)
         heads |= new_events(self, news, full)
@@ -247,7 +255,8 @@ def changed_heads(frames: Frames, view: View) -> dict[str, Any]:
     now: dict[str, Any] = {"runs": [feed.header() for feed in frames.feeds]}
     if "trajectories" in view.charts:
         now["scalars"] = list(dict.fromkeys(name for feed in frames.feeds for name in feed.scalars()))
-    if "loss_scale" in view.charts: now["words"] = {f.run.label: judge(f) for f in frames.feeds}
+    if "loss_scale" in view.charts:
+        now["words"] = {f.run.label: f.attempt(lambda: judge(f), "") for f in frames.feeds}
     out = {key: value for key, value in now.items() if frames.told.get(key) != value}
     frames.told = now
     return out
@@ -272,8 +281,10 @@ def details(frames: Frames, view: View) -> list[Part]:
     """The zoomed stretch of each run in full resolution, once after each zoom."""
     stretch, zoomed, frames.zoomed = frames.range, frames.zoomed, False
     if not zoomed or stretch is None: return []
-    found = [(i, f.run) for i, f in enumerate(frames.feeds) if f.run.reader and view.scalar in f.run.curves]
-    return [Part(i, "detail", run.reader.series(view.scalar, run.max_points, *stretch), None, True) for i, run in found]
+    found = [(i, f) for i, f in enumerate(frames.feeds) if f.run.reader and view.scalar in f.run.curves]
+    points = [(i, f.attempt(lambda: f.run.reader.series(view.scalar, f.run.max_points, *stretch), NOTHING))
+              for i, f in found]
+    return [Part(i, "detail", series, None, True) for i, series in points]
 
 
 def new_map(frames: Frames, view: View, news: Sequence[Fresh]) -> tuple[tuple[bytes, ...], dict[str, Any]]:
@@ -285,6 +296,11 @@ def new_map(frames: Frames, view: View, news: Sequence[Fresh]) -> tuple[tuple[by
     key = feed, view.tensor, view.map_step if view.map_step >= 0 else feed.run.histogram_step
     if key == frames.map: return (), {}
     other, frames.map = frames.map is None or frames.map[0] is not feed, key
+    return feed.attempt(lambda: read_map(feed, view, other), ((), {}))
+
+
+def read_map(feed: Feed, view: View, other: bool) -> tuple[tuple[bytes, ...], dict[str, Any]]:
+    """(buffers, content) of the exponent map of a run; `other`: of another one than before."""
     steps = feed.run.reader.histogram_steps()
     tensors = recent(feed.histograms, steps, view.map_step if view.map_step >= 0 else None)
     tensor = view.tensor if view.tensor in tensors else next(iter(tensors), "")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETTABLE', 'VERBS', 'NAP', 'Look', 'Control', 'wishes', 'wanted_rate', 'wanted_profile', 'Commanded', 'changed',
-           'answer', 'follow_set', 'note_change', 'make_room', 'follow_one', 'obey']
+           'slot_changes', 'answer', 'follow_set', 'note_change', 'make_room', 'follow_one', 'obey']
 
 # %% ../nbs/13i_commands.ipynb #4bbef471
 import json
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from .checkpoint import remove
+from .checkpoint import set_aside, step_of
 from .config import TrainConfig
 from .events import EventRecord, StepProbe
 from .parallel import Ranks
-from .profile import SLOTS, PrecisionProfile, suggest
+from .profile import SLOTS, PrecisionProfile, suggest, value_text
 from .saving import Savable, about_run, save_now
 from .schedule import Schedule
 from .state import State, generators, set_generators
@@ -80,7 +80,7 @@ def wishes(argument: str) -> dict[str, Any]:
 def wanted_rate(value: Any) -> float:
     """A learning rate; ValueError for what is none."""
     try: rate = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError): rate = math.nan
+    except (TypeError, ValueError, OverflowError): rate = math.nan
     if math.isfinite(rate) and rate >= 0: return rate
     raise ValueError(f"lr={value!r}: a learning rate is a finite number, not below 0")
 
@@ -125,6 +125,12 @@ def changed(trainer: Commanded, config: TrainConfig) -> tuple[str, ...]:
     return notes
 
 # %% ../nbs/13i_commands.ipynb #e8829f82
+def slot_changes(was: PrecisionProfile, now: PrecisionProfile) -> str:
+    """The slots in which two profiles differ, as 'stable f16 → f32'."""
+    pairs = [(name, value_text(getattr(was, name)), value_text(getattr(now, name))) for name in SLOTS]
+    words = [f"{name} {old} → {new}" for name, old, new in pairs if old != new]
+    return ", ".join([*words, *(["the overrides of layers"] if was.overrides != now.overrides else [])])
+
 def answer(trainer: Commanded, text: str) -> EventRecord:
     """What became of a command."""
     return EventRecord(trainer.step_number, "command", text)
@@ -137,15 +143,17 @@ def follow_set(trainer: Commanded, argument: str, control: Control) -> Iterator[
         rate = wanted_rate(given["lr"]) if "lr" in given else None
         profile = wanted_profile(trainer.config.profile, given)
         if str(profile) != str(trainer.config.profile):
+            differs = slot_changes(trainer.config.profile, profile)
             notes = changed(trainer, trainer.config.with_(profile=profile))
-            said.append(f"profile set to {profile} from step {at} on: {'; '.join(notes)}")
+            words = "; ".join([differs, *(n for n in notes if not n.startswith("profile was"))])
+            said.append(f"profile set to {profile} from step {at} on: {words}")
         elif set(given) - {"lr"}: yield answer(trainer, f"the profile is {profile} already")
     except (ValueError, TypeError) as error:  # a table of JSON may hold anything
         yield answer(trainer, f"set {argument!r} refused: {next(iter(str(error).splitlines()), '')}")
         return
     if rate is not None:
         trainer.schedule = replace(trainer.schedule, lr=rate)
-        said.append(f"lr set to {given['lr']} from step {at} on")
+        said.append(f"lr set to {rate!r} from step {at} on")  # as the number that it is: `travel` reads it
     if said: note_change(trainer, said, control)
     for text in said: yield answer(trainer, text)
 
@@ -158,13 +166,15 @@ def note_change(trainer: Commanded, said: list[str], control: Control) -> None:
     saver.history += [dict(step=trainer.step_number, text=text) for text in said]
 
 # %% ../nbs/13i_commands.ipynb #1dffa5bc
-def make_room(trainer: Commanded, control: Control) -> None:
-    """Remove the checkpoint of this step if the recipe was changed after it was written. Called by all ranks."""
+def make_room(trainer: Commanded, control: Control, asked: bool = False) -> None:
+    """Move the checkpoint of this step aside if the recipe was changed after it was written, and another one is asked
+    for or due because the run stops. Called by all ranks."""
     if control.changed != trainer.step_number: return
     control.changed, saver = -1, trainer.saver
-    if saver is not None and saver.saved == trainer.step_number:
+    if saver is not None and saver.saved == trainer.step_number and (asked or saver.due_on_stop()):
         saver.join()
-        if trainer.ranks.rank == 0: remove(saver.folder, trainer.step_number)
+        own = [path for path in saver.folder.iterdir() if step_of(path.name) == trainer.step_number]
+        if trainer.ranks.rank == 0 and own: saver.aside = set_aside(saver.folder, trainer.step_number, own)
         saver.saved = None
     trainer.ranks.texts("")  # nobody writes before it is gone
 
@@ -187,7 +197,7 @@ def follow_one(trainer: Commanded, verb: str, argument: str, control: Control, l
         else:
             if record is not None: yield record
     elif verb == "checkpoint":
-        make_room(trainer, control)
+        make_room(trainer, control, True)
         text = save_now(trainer)
     elif verb == "capsule": text = "no capsule: this run has no folder to keep it in"
     else: text = f"unknown command {verb!r}; known are {', '.join(VERBS)}"

@@ -330,5 +330,5 @@ class TakeAway(widgets.VBox):
             self.page.value = f'<p class="f16lab-bad">{escape(str(error))}</p>'
             return None
         path = write_report(comparison, next(log for log in logs.values() if log.is_file()).parent / "report.html")
-        self.page.value = f"<p>written: <code>{escape(str(path))}</code></p>"
+        self.page.value = f"<p>written: {copied(str(path))}</p><p>Open it in a browser.</p>"
         return path

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OF_A_MODULE', 'HOOKS', 'INIT', 'MAIN', 'README', 'EXPORT_HELP', 'EXPORT_EXAMPLES', 'taken', 'check_name', 'Cell',
-           'read_notebook', 'marks', 'exported_cells', 'module_name', 'parsed', 'names_in', 'check_names', 'imported',
-           'plain_name', 'own_needs', 'asked_by', 'needed', 'hooks_in', 'recipe_for', 'project_text', 'title_of',
-           'as_source', 'Experiment', 'checked', 'write_package', 'build_wheel', 'check_tools', 'Exported',
-           'export_experiment', 'exported_rows', 'export_command']
+           'read_notebook', 'is_cell', 'marks', 'exported_cells', 'module_name', 'parsed', 'names_in', 'check_imports',
+           'check_names', 'imported', 'plain_name', 'own_needs', 'asked_by', 'needed', 'hooks_in', 'recipe_for',
+           'project_text', 'title_of', 'as_source', 'Experiment', 'checked', 'write_package', 'build_wheel',
+           'check_tools', 'Exported', 'export_experiment', 'exported_rows', 'export_command']
 
 # %% ../nbs/20q_packaging.ipynb #a7fd2450
 import ast
@@ -78,10 +78,18 @@ class Cell:
 def read_notebook(path: Path) -> dict[str, Any]:
     """A notebook as plain values; ValueError if there is none."""
     if not path.is_file(): raise ValueError(f"{path}: no such notebook; name the one to export")
-    try: notebook = json.loads(path.read_text(encoding="utf-8"))
+    try: notebook = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError: notebook = None
-    if isinstance(notebook, dict) and isinstance(notebook.get("cells"), list): return notebook
+    if isinstance(notebook, dict) and isinstance(notebook.get("cells"), list) and all(map(is_cell, notebook["cells"])):
+        return notebook
     raise ValueError(f"{path} is not a notebook of Jupyter (.ipynb, format 4)")
+
+
+def is_cell(cell: Any) -> bool:
+    """Whether something is a cell of a notebook: a kind, and text or lines of text."""
+    text = cell.get("source") if isinstance(cell, dict) else None
+    lines = isinstance(text, list) and all(isinstance(line, str) for line in text)
+    return (lines or isinstance(text, str)) and isinstance(cell.get("cell_type"), str)
 
 
 def marks(cell: dict[str, Any]) -> dict[str, str]:
@@ -109,14 +117,19 @@ def exported_cells(notebook: dict[str, Any], path: Path) -> list[Cell]:
 
 def module_name(notebook: dict[str, Any], path: Path) -> str:
     """What `#| default_exp` says, else 'experiment'."""
-    name = next((m["default_exp"] for m in map(marks, notebook["cells"]) if "default_exp" in m), "experiment")
+    names = [m["default_exp"] for m in map(marks, notebook["cells"]) if "default_exp" in m] or ["experiment"]
+    if len({*names}) > 1: raise ValueError(f"{path}: `#| default_exp` says {' and '.join(names)}: an experiment is one "
+                                           "module, so say it once")
+    name = names[0]
     if name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__"): return name
     raise ValueError(f"{path}: `#| default_exp {name}`: the module is a plain name here, such as experiment")
 
 # %% ../nbs/20q_packaging.ipynb #456ee6e9
 def parsed(cell: Cell, path: Path) -> ast.Module:
     """The cell as a syntax tree; ValueError names cell and line."""
-    try: return ast.parse(cell.code)
+    try:
+        compile(cell.code, "cell", "exec", dont_inherit=True)  # `return` and `await` at the top have a tree
+        return ast.parse(cell.code)
     except SyntaxError as e:
         line = (e.text or "").strip()
         magic = "; commands with % and ! are the notebook's, not Python's" if line[:1] in ("%", "!") else ""
@@ -130,6 +143,16 @@ def names_in(table: symtable.SymbolTable, top: bool = True) -> Iterator[tuple[st
         if makes and (top or s.is_declared_global()): yield s.get_name(), True
         elif s.is_referenced() and (top or s.is_global()): yield s.get_name(), False
     for inner in table.get_children(): yield from names_in(inner, False)
+
+
+def check_imports(cells: list[Cell], trees: list[ast.Module], path: Path) -> None:
+    """ValueError for an import that a cell can have and the module cannot."""
+    nodes = ((cell, node) for cell, tree in zip(cells, trees) for node in ast.walk(tree))
+    for cell, node in ((c, n) for c, n in nodes if isinstance(n, ast.ImportFrom)):
+        if node.level: raise ValueError(f"{path}, {cell.words}: `{ast.unparse(node)}`: the experiment is one module, "
+                                        "nothing lies beside it; bring the code into an exported cell")
+        if node.module == "__future__" and cell is not cells[0]:
+            raise ValueError(f"{path}, {cell.words}: `{ast.unparse(node)}` must stand in the first exported cell")
 
 
 OF_A_MODULE = {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__", "__annotations__"}
@@ -300,6 +323,7 @@ def checked(name: str, notebook: Path, recipe: Path | None) -> Experiment:
     content = read_notebook(notebook)
     cells, module = exported_cells(content, notebook), module_name(content, notebook)
     trees = [parsed(cell, notebook) for cell in cells]
+    check_imports(cells, trees, notebook)
     check_names(cells, trees, notebook)
     hooks = hooks_in(trees, notebook)
     config = recipe_for(notebook, recipe, hooks)

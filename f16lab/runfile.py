@@ -62,7 +62,9 @@ def _check(path: Path, db: sqlite3.Connection) -> bool:
     "True for a run log of this format, False for a database without any content; RunLogError for everything else."
     try: mark, version, tables = (db.execute(sql).fetchone()[0] for sql in (
         'PRAGMA application_id', 'PRAGMA user_version', 'SELECT count(*) FROM sqlite_master'))
-    except sqlite3.DatabaseError as error: raise RunLogError(f'{path} is not a run log: {error}.') from error
+    except sqlite3.DatabaseError as error:
+        what = 'in the hands of another program' if 'locked' in str(error) else 'not a run log'
+        raise RunLogError(f'{path} is {what}: {error}.') from error
     if mark == 0 and tables == 0: return False
     if mark != _MARK: raise RunLogError(f'{path} is a database of another program, not a run log.')
     if version != FORMAT:

@@ -114,11 +114,13 @@ def _taken(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection]:
         raise
 
 
-def _open_session(db: sqlite3.Connection) -> tuple[int, int]:
-    "(number of the new session, number of the last command); commands that nobody read are dropped."
+def _open_session(db: sqlite3.Connection) -> tuple[int, int, tuple[Command, ...]]:
+    "(number of the new session, number of the last command, commands that nobody read: they are dropped)."
+    late = db.execute("SELECT id, kind, value FROM command WHERE state = 'waiting' ORDER BY id").fetchall()
     row = db.execute("INSERT INTO run VALUES (NULL, '{}', '{}', 'running', '', ?, NULL)", (time.time(),))
     db.execute("UPDATE command SET state = 'dropped' WHERE state = 'waiting'")
-    return row.lastrowid, db.execute('SELECT coalesce(max(id), 0) FROM command').fetchone()[0]
+    last, = db.execute('SELECT coalesce(max(id), 0) FROM command').fetchone()
+    return row.lastrowid, last, tuple(Command(i, kind, from_json(value), 'dropped') for i, kind, value in late)
 
 
 def _close_session(db: sqlite3.Connection, session: int) -> None:
@@ -134,7 +136,7 @@ class RunLog:
                  keep_histograms: int = 512) -> None:
         self.path, self._closed, self._polling = Path(path).absolute(), False, threading.Lock()
         self._lock, self._db = _taken(self.path)
-        self.session, self._seen = _open_session(self._db)
+        self.session, self._seen, self.dropped = _open_session(self._db)  # dropped: came too late
         self._poll = connect(self.path, 'rw')
         self._writer = _Writer(self.path, Store(self._db, self.session, keep_histograms), commit_seconds, commit_steps)
         atexit.register(self.close)
@@ -381,9 +383,14 @@ def send_command(path: str | Path, kind: str, value: Any = None) -> int:
     if kind not in COMMANDS: raise ValueError(f'unknown command {kind!r}; commands are {", ".join(COMMANDS)}.')
     if not is_live(path): raise RunLogError(f'no run is writing {path}, so nobody would read the command.')
     db = connect(Path(path), 'rw')
-    try: return db.execute("INSERT INTO command(kind, value, state, time) VALUES (?, ?, 'waiting', ?)",
-                           (kind, to_json(value), time.time())).lastrowid
+    try:
+        number = db.execute("INSERT INTO command(kind, value, state, time) VALUES (?, ?, 'waiting', ?)",
+                            (kind, to_json(value), time.time())).lastrowid
+        state, = db.execute('SELECT state FROM command WHERE id = ?', (number,)).fetchone()
     finally: db.close()
+    if state == 'waiting' and not is_live(path):
+        raise RunLogError(f'{path}: the run has just ended, {kind!r} came too late.')
+    return number
 
 # %% ../nbs/15_runlog.ipynb #92664c11
 def json_lines(reader: RunSteps, full: bool = False) -> Iterator[str]:

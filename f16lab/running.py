@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LOG', 'RECIPE', 'ELSEWHERE', 'HOLDS_A_RUN', 'runs_folder', 'new_folder', 'label_of', 'check_folder', 'headline',
            'checkpoint_words', 'rank_row', 'memory_row', 'utilisation_row', 'asked_for', 'built_trainer',
-           'out_of_memory', 'failure', 'command_words', 'asked', 'follow', 'write_recipe', 'opened_log', 'begin',
-           'resumed_rows', 'nothing_left', 'again', 'Told', 'stop_code', 'last_words', 'assist', 'lead', 'train_run',
-           'on_ranks']
+           'out_of_memory', 'failure', 'command_words', 'asked', 'follow', 'write_recipe', 'opened_log', 'void_words',
+           'begin', 'resumed_rows', 'nothing_left', 'again', 'Told', 'stop_code', 'last_words', 'assist', 'lead',
+           'train_run', 'on_ranks']
 
 # %% ../nbs/20c_running.ipynb #59cd4177
 import json
@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -32,6 +33,7 @@ from .checkpoint import SaveFailed, done_steps, write_file
 from .commands import answer
 from .config import TrainConfig, to_dict, to_toml
 from .console import Display, RunFailed, facts, print_table, sentence, si, stopping, tally_rows
+from .diary import turns_of
 from .events import Bus, EventRecord, RunEnded, RunResumed, RunStarted, StepRecord
 from .grads import TooManySkips
 from .inputs import Source
@@ -208,18 +210,36 @@ def opened_log(folder: Path, config: TrainConfig, going_on: bool = False) -> Run
         raise
     return log
 
-def begin(trainer: Trainer, folder: Path, log: RunLog, resumed: Resumed | None) -> None:
-    """Connect a trainer with its log and its checkpoints, and note how it starts."""
+def void_words(trainer: Trainer, log: RunLog) -> list[str]:
+    """What a run was told behind the step from which it goes on, and so holds no longer: a sentence each."""
+    at, lr, profile = trainer.step_number, trainer.schedule.lr, str(trainer.config.profile)
+    with RunReader(log.path) as reader, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a recipe of the past needs no advice
+        turns = turns_of(reader)
+    late = [("profile", max(turns.recipes, default=-1), lambda k: str(turns.recipes[k].profile), profile),
+            ("lr", max(turns.rates, default=-1), lambda k: float(turns.rates[k]), lr)]
+    return [f"{name} {held(k)} was set at step {k}, and no checkpoint has it: now it is {now}; set it anew if it is "
+            "still wanted" for name, k, held, now in late if k >= max(at, 1) and held(k) != now]
+
+# %% ../nbs/20c_running.ipynb #c1abb337
+def begin(trainer: Trainer, folder: Path, log: RunLog, resumed: Resumed | None) -> tuple[str, ...]:
+    """Connect a trainer with its log and its checkpoints, and note how it starts; what was set and is void."""
     emit, at = trainer.bus.emit, trainer.step_number
+    void = tuple(void_words(trainer, log)) if log.session > 1 else ()
     trainer.bus.subscribe(log)
     emit(RunStarted(to_dict(trainer.config), library_versions()))
     if resumed or log.session > 1:
-        emit(RunResumed(at, resumed.words() if resumed else "no checkpoint is there: starts from the beginning"))
+        words = resumed.words() if resumed else "no checkpoint is there: starts from the beginning"
+        emit(RunResumed(at, "; ".join([words, *void])))
+    for late in log.dropped:
+        said = " ".join(filter(None, command_words(late)))
+        emit(EventRecord(max(0, at - 1), "command", f"{said} was not read: the run had ended; send it again"))
     if trainer.schedule.lr != planned(trainer.config).lr:  # `travel` has to know
         emit(EventRecord(max(0, at - 1), "resume", f"lr set to {trainer.schedule.lr!r} from step {at} on, as before"))
     saver = keep_in(trainer, folder, resumed, 0, trainer.optimizer.world)
     saver.before_done = log.sync  # a checkpoint is done when the log holds all that led to it
     for text in saver.tidied: emit(EventRecord(max(0, at - 1), "checkpoint", text))
+    return void
 
 # %% ../nbs/20c_running.ipynb #9d930b1f
 def resumed_rows(resumed: Resumed | None) -> list[tuple[str, str]]:
@@ -286,8 +306,8 @@ def lead(config: TrainConfig, folder: Path, console: Console, every: int, going_
     display = Display(console, config.run.steps, every)
     with opened_log(folder, config, going_on) as log, stopping(trainer.stop) as caught, display, probed(trainer):
         ranks.watch.last_words = partial(last_words, trainer=trainer, log=log)
-        begin(trainer, folder, log, resumed)
-        print_table(console, facts(rows))
+        void = begin(trainer, folder, log, resumed)
+        print_table(console, facts([*rows, *(("void", text) for text in void)]))
         try:
             keeper = Keeper(trainer, folder, config.checkpoint.capsule_at, config.checkpoint.digest_every)
             with closing(follow(trainer, log, keeper, paused)) as records:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PROCESS', 'CONSOLE', 'COLOURED', 'ALIVE', 'PATIENCE', 'born', 'Started', 'plain_environment', 'started_in', 'launch',
            'looking', 'project_runs', 'check_free', 'start_run', 'resume_run', 'branch_run', 'Look', 'last_lines',
-           'not_begun', 'ended_words', 'newest_row', 'Stopping', 'terminate', 'Steered', 'escalate', 'text_of', 'Seen',
-           'places', 'seen_run', 'found_runs', 'live_runs']
+           'not_begun', 'ended_words', 'newest_row', 'Stopping', 'terminate', 'Steered', 'escalate', 'undated',
+           'text_of', 'Seen', 'places', 'seen_run', 'found_runs', 'live_runs']
 
 # %% ../nbs/20n_steering.ipynb #f73c6ba4
 import json
@@ -339,7 +339,12 @@ def _new_session(run: Steered, status: RunStatus) -> None:
     run.steps = config.get("run", {}).get("steps", 0)
     run.profile = text_of(config)
     given = config.get("comparison", {}).get("name")
-    run.label = given or (preset_name(PrecisionProfile.parse(run.profile)) if run.profile else None) or run.folder.name
+    run.label = given or (preset_name(PrecisionProfile.parse(run.profile)) if run.profile else None) or undated(
+        run.folder.name)
+
+def undated(name: str) -> str:
+    """The name of a folder of runs without the time at its front."""
+    return re.sub(r"^\d{8}-\d{6}-(?=.)", "", name)
 
 def text_of(config: Mapping[str, Any]) -> str:
     """The text of a recipe's profile; '' if there is none or it is not one of this version."""

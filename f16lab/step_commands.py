@@ -22,6 +22,7 @@ import click
 from .bisect import Bisection, bisect
 from .branching import branch
 from .capsule import folder_of, is_capsule, save_capsule
+from .checkpoint import SaveFailed
 from .config import read_recipe
 from .console import Meter, PartedCommand, RunFailed, Setting, facts, open_console, print_table, shown, table
 from .options import configured, profile_options, setting_options, slot_options
@@ -204,7 +205,9 @@ def show_travel(run: str, step: int, out: str | None, prove: bool, device: str |
     with counting(console, "steps") as tick: arrival = travel(run, step, prove, None, device, tick)
     tell(arrival.notes)
     sound = all(p.equal for p in arrival.proofs)
-    if sound: save_capsule(arrival.capsule, place)
+    try:
+        if sound: save_capsule(arrival.capsule, place)
+    except SaveFailed as error: raise RunFailed(str(error)) from error
     if as_json: click.echo(to_json(plain_arrival(arrival, place)))
     else:
         print_table(console, table("", ("", "after step", "", "compared"), travel_cells(arrival), left=4))
@@ -251,7 +254,8 @@ def show_branch(run: str, step: int, out: str | None, train: bool, every: int, g
                          "with `torchrun -m f16lab resume DIR`")
     console, folder = open_console(), Path(out) if out else new_folder(f"branch-{step}")
     with counting(console, "steps") as tick:
-        branch(run, step, folder, lambda config: configured(None, given, config), tick=tick)
+        try: branch(run, step, folder, lambda config: configured(None, given, config), tick=tick)
+        except SaveFailed as error: raise RunFailed(str(error)) from error
     if train: return train_run(read_recipe(folder / RECIPE), folder, console, every, True)
     print_table(console, facts([("branch", str(folder)), ("go on", f"f16lab resume {folder}")]))
     return 0

@@ -4,17 +4,15 @@
 
 # %% auto #0
 __all__ = ['STATUS_SECONDS', 'AT_ONCE', 'EVENTS_KEPT', 'DATA_EVENTS', 'NOTHING', 'PAST_LOOKS', 'LOOKS_AT_ONCE', 'label_for',
-           'logs_of', 'distinct', 'run_logs', 'thinned', 'Curve', 'Fresh', 'rising', 'scalar_points', 'identity',
-           'FollowedFile', 'FollowedSteps', 'FollowedEvents', 'Following', 'follow_all', 'WatchLog', 'Difference',
-           'Room']
+           'logs_of', 'distinct', 'run_logs', 'thinned', 'Curve', 'Fresh', 'rising', 'scalar_points', 'fault', 'tables',
+           'identity', 'FollowedFile', 'FollowedSteps', 'FollowedEvents', 'Following', 'follow_all', 'WatchLog',
+           'Difference', 'Room']
 
 # %% ../nbs/20i_viewing.ipynb #e655a4ad
 import math
 import re
-import sqlite3
 import tempfile
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from .config import SECTIONS
 from .events import Histogram, RunStarted, StepRecord
 from .exponents import margin_of
 from .packing import SCALARS
@@ -169,7 +168,18 @@ STATUS_SECONDS = 0.5  # between two looks at who writes the file
 AT_ONCE = 2000        # steps read by one look; more wait for the next
 EVENTS_KEPT = 500
 DATA_EVENTS = frozenset({"distance", "memory", "digest", "band", "seeds", "fingerprint"})  # for programs
-_TAKEN_BACK = (sqlite3.Error, zlib.error, RunLogError, OSError, IndexError)  # another look may work
+
+
+def fault(error: Exception) -> str:
+    """What is wrong with a file that could not be read, in words."""
+    if isinstance(error, (RunLogError, OSError)): return str(error) or type(error).__name__
+    return f"the run log cannot be read: {error or type(error).__name__}"  # a damaged file may lead to any error
+
+
+def tables(config: Any) -> dict[str, Any]:
+    """A recipe as nested tables, whatever a log holds in its place."""
+    whole = config if isinstance(config, Mapping) else {}
+    return {name: value for name, value in whole.items() if name not in SECTIONS or isinstance(value, Mapping)}
 
 
 def identity(path: Path) -> tuple[int, int] | None:
@@ -267,8 +277,8 @@ class Following(FollowedEvents):
     def poll(self) -> Fresh:
         """What is new since the last call; cheap if nothing is. Never raises for what is wrong with the file."""
         try: return self._poll()
-        except _TAKEN_BACK as error:
-            self.problem = str(error) or type(error).__name__
+        except Exception as error:
+            self.problem = fault(error)
             self.close()
             return Fresh(step=self.step)
 
@@ -288,7 +298,7 @@ class Following(FollowedEvents):
         now = time.monotonic()
         if now - self._looked < STATUS_SECONDS: return False
         self._looked, self.status = now, self.reader.status()
-        if not self.settings: self.settings = self.reader.sessions()[-1]["config"]
+        if not self.settings: self.settings = tables(self.reader.sessions()[-1]["config"])
         return True
 
     def _new_histogram(self, cut: int | None) -> int | None:

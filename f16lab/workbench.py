@@ -288,13 +288,13 @@ def apply_edit(bench: "Workbench") -> str:
     return f"{m.label}: {', '.join(wanted)} sent, from the next step on; Events says what became of it"
 
 def branch_off(bench: "Workbench") -> str:
-    """A new run from a step of the run that is chosen, under the profile in hand if that is another one."""
+    """A new run from a step of the run that is chosen, under the profile in hand."""
     m, profile, step = one_run(bench), bench.contenders.form.profile, bench.at_step.value
-    changes = {} if str(profile) == m.run.profile else {"profile": str(profile)}
-    name = preset_name(profile) or "custom"
+    if problem := bench.contenders.problem: raise ValueError(f"not branched: {problem}")
+    name = m.label if str(profile) == m.run.profile else preset_name(profile) or "custom"
     place = bench.fleet.folder / new_folder(f"{m.label}-at-{step}".replace(" ", "_")).name
-    started = branch_run(m.run.folder, step, place, **changes)
-    bench.fleet.add(Steered(place, started), f"{name if changes else m.label} from {step}")
+    started = branch_run(m.run.folder, step, place, profile=str(profile))  # at that step it may have had another one
+    bench.fleet.add(Steered(place, started), f"{name} from {step}")
     bench.follow()
     return f"branching {m.label} at step {step}: its state is made again and proven, then the new run goes on"
 
@@ -351,7 +351,9 @@ def picked(bench: "Workbench", pick: Pick) -> None:
     """A click in a chart: a run is chosen, a layer opens its histogram, a step goes into the field of Branch."""
     if pick.kind == "run" and pick.run in bench.target.options: bench.target.value = pick.run
     if pick.kind == "step" and pick.step >= 0: bench.at_step.value = pick.step
-    if pick.kind == "layer": bench.views.pages.show("Exponents")
+    if pick.kind == "layer":
+        bench.views.pages.show("Exponents")
+        bench.say(f"{pick.layer or 'the model'}: its exponents over time, and what if, are below the map")
     bench.views.show(label=pick.run or None, layer=pick.layer or None, step=pick.step if pick.step >= 0 else None)
     if pick.kind == "step": bench.say(f"step {pick.step} of {pick.run}: Branch would begin there")
 
@@ -381,7 +383,10 @@ class Bench(Surface):
     def follow(self) -> None:
         """Charts, panels and choices are those of the runs in view."""
         names = ["all", *self.fleet.labels]
-        if list(self.target.options) != names: self.target.options, self.target.value = names, "all"
+        chosen = self.target.value
+        if list(self.target.options) != names:
+            self.target.options = names
+            self.target.value = chosen if chosen in names else "all"
         self.target.layout.display = None if len(names) > 2 else "none"
         self.contenders.paint(self.fleet.labels)
         try: self.views.follow(self.logs())
@@ -468,10 +473,11 @@ def tell_once(bench: Workbench, error: Exception) -> bool:
     return bool(bench.fleet.alive)
 
 def look_around(bench: Workbench) -> None:
-    """When it opens: attach the live run if there is exactly one, else offer those that there are."""
+    """When it opens: attach the live runs, as of a comparison; offer them if they are more than one page compares."""
     live = live_runs(bench.fleet.folder)
-    if len(live) == 1:
-        answered(bench, lambda: f"{attach(bench, live)}: it was running already")()
+    if 1 <= len(live) <= MOST:
+        was = "it was" if len(live) == 1 else "they were"
+        answered(bench, lambda: f"{attach(bench, live[::-1])}: {was} running already")()
     elif live:
         bench.side.show("Runs")
         bench.runs.refresh()

@@ -32,7 +32,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"
 SETTINGS = {"apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
             "docmanager-extension/plugin": {"autosave": False}}
 KERNEL = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
-HARMLESS = re.compile(r"favicon|/api/me\b")  # console errors that are not about the page
+HARMLESS = re.compile(r"favicon|/api/me\b|debugger state")  # console errors of JupyterLab itself
 
 
 def free_port() -> int:

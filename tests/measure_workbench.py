@@ -93,10 +93,10 @@ class Run:
 
 
 @contextmanager
-def opened(server: LabServer, codes: Sequence[str], name: str = "workbench.ipynb") -> Iterator[tuple[LabPage, BenchPage]]:
+def opened(server: LabServer, codes: Sequence[str]) -> Iterator[tuple[LabPage, BenchPage]]:
     """A notebook with these cells in JupyterLab, not run yet."""
     with tempfile.TemporaryDirectory() as folder:
-        lab = server(write_notebook(Path(folder, name), codes))
+        lab = server(write_notebook(Path(folder, "workbench.ipynb"), codes))
     with lab:
         yield lab, BenchPage(lab.page, lab.folder)
 
@@ -164,7 +164,7 @@ def speeds(windows: dict[str, list[tuple[float, float]]], times: Sequence[float]
     beside = [closed[max(0, i - 1): i + 1] for i in range(len(rates["open"]))]
     shares = [100 * (1 - r / statistics.mean(near)) for r, near in zip(rates["open"], beside) if near]
     return {"steps_per_s": {name: [round(r, 2) for r in values] for name, values in rates.items()},
-            "percent": [round(s, 1) for s in shares], **({"percent_median": round(statistics.median(shares), 1)} if shares else {})}
+            "percent": [round(s, 1) for s in shares], "percent_median": round(statistics.median(shares or [0]), 1)}
 
 
 def pause_and_stop(bench: BenchPage, run: Run, times: int = 10) -> list[tuple[str, float, int]]:
@@ -184,8 +184,9 @@ def pause_and_stop(bench: BenchPage, run: Run, times: int = 10) -> list[tuple[st
 
 
 def stops(clicks: Sequence[tuple[str, float, int]], times: Sequence[float]) -> dict[str, Any]:
-    """Milliseconds from a click to the end of the last step (0: no step ended after it), and steps that ended after it."""
-    took = {verb: [max(0.0, 1000 * (times[taken - 1] - when)) for v, when, taken in clicks if v == verb] for verb in ("pause", "stop")}
+    """Milliseconds from a click to the end of the last step (0: none ended after it); how many steps ended after it."""
+    took: dict[str, list[float]] = {"pause": [], "stop": []}
+    for verb, when, taken in clicks: took[verb].append(max(0.0, 1000 * (times[taken - 1] - when)))
     after = [sum(when < t for t in times[:taken]) for _, when, taken in clicks]
     steps = [1000 * (b - a) for a, b in zip(times, times[1:])]
     return {"pause_ms": spread(took["pause"]), "stop_ms": round(took["stop"][0], 1), "steps_after_click": after,
@@ -234,7 +235,8 @@ def long(server: LabServer, pieces: int) -> dict[str, Any]:
     """A log of pieces × 1024 steps: time to open it, bytes of a redraw while it goes on, memory of the kernel."""
     folder = server.folder / f"long{pieces}"
     long_log(folder / "run.sqlite", pieces)
-    codes = ["import os\nfrom f16lab.workbench import Workbench\nprint('kernel', os.getpid())", f"Workbench({str(folder)!r})"]
+    codes = ["import os\nfrom f16lab.workbench import Workbench\nprint('kernel', os.getpid())",
+             f"Workbench({str(folder)!r})"]
     with opened(server, codes) as (lab, bench):
         lab.page.locator(".jp-CodeCell").first.click()
         lab.command("notebook:run-cell-and-select-next")
@@ -276,8 +278,9 @@ def main() -> None:
     if why: sys.exit(why)
     from playwright.sync_api import sync_playwright
 
-    result: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
-                              "load_before": os.getloadavg(), "when": time.strftime("%Y-%m-%d %H:%M")}
+    result: dict[str, Any] = {"when": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(),
+                              "machine": platform.machine(), "python": platform.python_version(),
+                              "load_before": os.getloadavg()}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
         result["browser"] = chromium.version

@@ -17,12 +17,12 @@ from workbench_page import BenchPage  # noqa: E402
 
 CELL = """from f16lab.workbench import Workbench
 
-Workbench(profiles=("f32", "f16", "all_f16"))"""
+Workbench(folder="runs", profiles=("f32", "f16", "all_f16"))"""
 STEPS, LIVE = 600, 300
+PANEL = ".f16lab-views .f16p-panel:visible"
 PANELS = (  # file, the page it is on, what is taken
-    ("exponents", "Exponents", ".f16-exponents"), ("histogram", "Exponents", ".f16lab-views .f16p-panel:visible"),
-    ("casts", "Casts", ".f16lab-views .f16p-panel:visible"), ("lost_updates", "Lost updates", ".f16lab-views .f16p-panel:visible"),
-    ("memory", "Memory", ".f16lab-views .f16p-panel:visible"), ("profiles", "Profiles", ".f16lab-side"))
+    ("exponents", "Exponents", ".f16-exponents"), ("histogram", "Exponents", PANEL), ("casts", "Casts", PANEL),
+    ("lost_updates", "Lost updates", PANEL), ("memory", "Memory", PANEL), ("profiles", "Profiles", ".f16lab-side"))
 THEMES = {"": "JupyterLab Light", "_dark": "JupyterLab Dark"}
 LIMIT = 200_000  # bytes of a picture
 

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 from train_runs import small
 
+from f16lab import branching
 from f16lab.branching import branch
-from f16lab.checkpoint import damage, done_steps, examine, read_meta
+from f16lab.checkpoint import SaveFailed, damage, done_steps, examine, read_meta
 from f16lab.cli import command
 from f16lab.config import read_recipe, to_dict
 from f16lab.console import open_console
@@ -143,6 +144,36 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(run, tmp_path):
         with pytest.raises(ValueError, match=words) as error:
             branch(*call)
         assert "\n" not in str(error.value) and not new.exists()
+
+
+@pytest.mark.parametrize(
+    "writes, fault",
+    [
+        ("write_file", SaveFailed("full")),
+        ("RunLog", sqlite3.OperationalError("full")),
+        ("write_rank", KeyboardInterrupt()),
+        ("write_rest", OSError(28, "full")),
+    ],
+)
+def test_what_cannot_be_written_leaves_nothing_of_a_branch(run, tmp_path, monkeypatch, writes, fault):
+    def fail(*args, **more):
+        raise fault
+
+    new, there = tmp_path / "new", tmp_path / "there"
+    there.mkdir()
+    (there / "console.txt").write_text("begun")
+    monkeypatch.setattr(branching, writes, fail)
+    for folder in (new, there):
+        with pytest.raises(KeyboardInterrupt if writes == "write_rank" else SaveFailed):
+            branch(run, 10, folder)
+    assert not new.exists() and [p.name for p in there.iterdir()] == ["console.txt"]
+
+
+def test_a_branch_whose_log_lost_something_is_none(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(branching.RunLog, "lost", property(lambda log: 1))
+    with pytest.raises(SaveFailed, match="disk full"):
+        branch(run, 10, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_run_that_is_not_what_it_was_has_no_branch(run, tmp_path):

@@ -1,10 +1,12 @@
 """The live charts without a browser: what is sent, how much, when, and that nothing of it can hurt a run."""
 import json
 import math
+import sqlite3
 import struct
 import threading
 import time
 import warnings
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from f16lab.charts import (CHARTS, Feed, Frames, LiveCharts, Pick, Publisher, Vi
 from f16lab.events import EventRecord, Histogram, RunEnded, RunResumed, StepRecord
 from f16lab.exponents import LADDER, binades_of_layers, cell_bytes, margin_of, model_order, recent
 from f16lab.runlog import RunLog
-from f16lab.viewing import Following
+from f16lab.viewing import Following, follow_all
 
 
 def histograms(layers: int = 3, scale: int = 0, infs: int = 0) -> tuple[Histogram, ...]:
@@ -244,6 +246,21 @@ def test_zooming_brings_the_detail(tmp_path):
     assert list(browser.curves[0, "detail"]) == list(range(1000, 1101)) and frames.frame(view) is None
     frames.zoom(None)
     assert frames.frame(view) is None
+
+
+@pytest.mark.parametrize("sql", ["UPDATE histogram SET body = x'00'", "UPDATE histogram SET layout = 99",
+                                 "UPDATE stretch SET body = x'00'", "UPDATE run SET config = '[1]'"])
+def test_a_damaged_log_does_not_take_the_others_away(tmp_path, sql):
+    """What is damaged is met where it is read: by the poll, the margin, the zoom or the map."""
+    paths = {name: run_of(tmp_path, name, range(600), loss_scale=2.0, histograms=histograms()) for name in "ab"}
+    with closing(sqlite3.connect(paths["a"])) as db, db: assert db.execute(sql).rowcount
+    frames, browser = Frames(follow_all(paths)), Browser()
+    for view in (View(), View(reference="a"), View(map_run="a", map_step=3), View(map_run="b")):
+        frames.zoom((0, 511))
+        browser.drain(frames, view, full=True)
+    assert browser.curves[1, "loss"].keys() == set(range(600)) and browser.heads["map"]["run"] == "b"
+    assert ("config" in sql) == (not frames.feeds[0].run.problem) and not frames.feeds[1].run.problem
+    frames.close()
 
 
 def test_a_run_that_is_waited_for(tmp_path):

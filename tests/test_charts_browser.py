@@ -255,3 +255,31 @@ def test_before_the_first_step_and_a_long_run(live):
         assert (got[17_171], got[20_202], got[22_222]) == ("9", "NaN", "Infinity") and {0, many - 1} <= set(kept["steps"])
         assert page.problems == []
     assert json.dumps(words)
+
+
+def test_a_theme_that_comes_between_two_layouts_is_drawn(mounted):
+    live, page = mounted
+    page.page.evaluate("""() => {  // for one frame the charts have no width, and no change of size is told
+        const place = document.getElementById("place"), shown = (value) => () => { place.style.display = value; };
+        requestAnimationFrame(shown("none"));
+        document.body.dataset.jpThemeLight = "false";
+        page.model.set("theme", "auto");
+        Promise.resolve().then(() => requestAnimationFrame(shown("")));
+    }""")
+    page.page.wait_for_timeout(300)
+    assert page.colors(PLOT, (0.1, 0.1, 0.99, 0.9)).get((0x4D, 0xA9, 0xEA), 0) > 100
+
+
+def test_hello_is_said_until_everything_has_come(live):
+    live.steps(0, 20)
+    with widget_page(LiveCharts._esm, LiveCharts._css, live.state()) as page:
+        page.page.wait_for_function("window.page.sent.length >= 2")  # nobody has answered
+        live.pump(page)
+        said = len(page.messages("hello"))
+        page.page.wait_for_timeout(2200)
+        assert len(page.messages("hello")) == said and len(curve(page, 0, "loss")["steps"]) == 20
+        page.page.evaluate("() => { window.page.model.send = () => { throw new Error('Cannot send'); }; }")
+        live.steps(20, 30)
+        live.pump(page)
+        page.settle()
+        assert len(curve(page, 0, "loss")["steps"]) == 30 and page.problems == []

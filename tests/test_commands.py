@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from train_runs import small, source
 
+from f16lab import saving
 from f16lab.archive import read_comparison
 from f16lab.capsule import folder_of, load_capsule
-from f16lab.checkpoint import Refused, done_steps, examine, read_meta
+from f16lab.checkpoint import Refused, SaveFailed, done_steps, examine, read_meta
 from f16lab.commands import SETTABLE, VERBS, Control, wanted_profile, wishes
 from f16lab.config import read_recipe
+from f16lab.console import RunFailed
 from f16lab.diary import profiles_held, read_diary
 from f16lab.events import EvalRecord, EventRecord, RunEnded, SampleRecord, StepRecord
 from f16lab.inspecting import verify
@@ -26,7 +28,7 @@ from f16lab.parallel import Ranks, in_threads
 from f16lab.profile import PRESETS, PrecisionProfile
 from f16lab.replaying import replay_step
 from f16lab.resume import resume
-from f16lab.runlog import COMMANDS, RunReader, send_command
+from f16lab.runlog import COMMANDS, RunLog, RunReader, send_command
 from f16lab.running import begin, follow, opened_log
 from f16lab.saved_runs import go_on, saved_config
 from f16lab.snapshot import read_saved
@@ -334,6 +336,34 @@ def test_the_folder_says_which_profile_held(tmp_path):
     assert "from step 5 on f16" in read_comparison(folder / "run.sqlite").contenders[0].note  # the report says it
 
 
+@pytest.mark.parametrize("broken", ["write_rank", "write_rest"])
+def test_until_its_successor_is_whole_a_checkpoint_that_made_room_is_kept(tmp_path, monkeypatch, broken):
+    """The disk is full, or the process dies, after a checkpoint made room: what it held is there to resume from."""
+    config, folder = small("bf16_sr", **RICH, save_every=4, keep=1), tmp_path / "run"
+    real = getattr(saving, broken)
+
+    def fail(*args, **more):
+        if done_steps(folder / "aside_00000004"):
+            raise SaveFailed("no space left")
+        return real(*args, **more)
+
+    monkeypatch.setattr(saving, broken, fail)
+    with pytest.raises(RunFailed, match="no space left"):
+        play(folder, config, {4: [("pause", None), ("set", {"lr": 0.5}), ("checkpoint", None), ("step", 1)]})
+    assert done_steps(folder) == [] and examine(folder / "aside_00000004", 4).meta["history"] == []
+    t = Trainer(config)
+    assert resume(t, folder / "aside_00000004").step == 4
+
+
+def test_no_checkpoint_makes_room_where_none_will_be_written(tmp_path):
+    """Nothing is saved when the run stops: what is there stays, and what was set is void, which the next one says."""
+    config, folder = small("bf16_sr", **RICH, save_every=4, save_on_stop=False), tmp_path / "run"
+    play(folder, config, {4: [("pause", None), ("set", {"lr": 0.5}), ("stop", None)]})
+    assert done_steps(folder) == [4] and not [*folder.glob("aside*")]
+    assert play(folder, config, going_on=True).step_number == 10
+    assert "lr 0.5 was set at step 4" in events(folder, "resume")[-1]
+
+
 def test_a_checkpoint_of_before_the_change_makes_room(tmp_path):
     """Set between two steps at a step that was saved, then stopped there: the change is not lost."""
     config = small("bf16_sr", **RICH, save_every=4)
@@ -343,6 +373,7 @@ def test_a_checkpoint_of_before_the_change_makes_room(tmp_path):
         assert (
             found.meta["profile"] == str(PRESETS["f32"])
             and digest(read_saved(found).state) == t.digest() == found.meta["digest"]
+            and not [*(tmp_path / name).glob("aside*")]
         )
         u = play(tmp_path / name, saved_config(tmp_path / name, None), going_on=True)
         assert (
@@ -391,6 +422,37 @@ def test_what_was_set_behind_the_step_of_a_resume_never_happened(tmp_path):
     for path in folder.glob("*_00000004*"):
         path.unlink()
     assert all(travel(folder, step).equal for step in (1, 3, 4, 5, 9, 12)) and travel(folder, 5).start == 0
+
+
+def test_what_is_void_or_came_too_late_is_said(tmp_path):
+    """Set behind the checkpoint, then killed: the run goes on without it, and says so. So do commands nobody read."""
+    config, folder = small("bf16_sr", **RICH, save_every=4, keep=0), tmp_path / "run"
+    play(folder, config, {6: [("set", {"profile": "f32", "lr": 0.5})]})
+    for step in (8, 10):
+        (folder / f"DONE_{step:08d}").unlink()
+    log = RunLog(folder / "run.sqlite")
+    for command in (("set", {"lr": 1}), ("pause",)):
+        send_command(log.path, *command)
+    log.close()
+    play(folder, config, going_on=True)  # from 4
+    said = events(folder, "resume")[-1]
+    assert said.startswith("goes on after 4 steps") and "lr 0.5 was set at step 6" in said
+    assert "profile param=f32" in said and events(folder)[-2:] == [
+        f"{words} was not read: the run had ended; send it again" for words in ('set {"lr": 1}', "pause")
+    ]
+    play(folder, config.with_(steps=12), going_on=True)
+    assert "was set" not in events(folder, "resume")[-1]  # it is known now
+
+
+@pytest.mark.parametrize(
+    "value", [" 2e-3 ", "2e-3\n", "0.00_2", "٠.002", 10**400, -(10**400), "1" * 5000, {"a": 1}, [2e-3], None]
+)
+def test_every_rate_is_taken_as_the_number_it_is_or_refused(tmp_path, value):
+    config, folder = small("bf16_sr", **RICH, save_every=4), tmp_path / "run"
+    t = play(folder, config, {3: [("set", {"lr": value})]}, fingerprints=1)
+    taken = isinstance(value, str) and len(value) < 20
+    assert t.step_number == 10 and t.schedule.lr == (0.002 if taken else config.optimizer.lr)
+    assert read_diary(folder, 0, 0).rates == ({3: "0.002"} if taken else {}) and travel(folder, 6).equal
 
 
 def test_a_wrong_diary_is_found_out(tmp_path):

@@ -229,13 +229,22 @@ def test_names_that_cannot_be(tmp_path, name, words):
     ([CODES[1], "#| export\ndef model(width): return nn.Linear(64, width)"], OWN,
      "`model(width)` must work when it is called without"),
     ([CODES[1], NET, "#| export\ndef source(): pass"], OWN, "`source()` must work when it is called with the recipe"),
+    ([*CODES, "#| export\nreturn 5"], OWN, "'return' outside function"),
+    ([*CODES, "#| export\nx = 1\nawait x"], OWN, "'await' outside function"),
+    ([*CODES, "#| export\nbreak"], OWN, "'break' outside loop"),
+    ([*CODES, "#| export\nfrom __future__ import annotations"], OWN, "must stand in the first exported cell"),
+    ([*CODES, "#| export\nfrom .beside import x"], OWN, "nothing lies beside it"),
+    ([*CODES, "#| export\nfrom . import x"], OWN, "nothing lies beside it"),
+    (["#| default_exp one", "#| default_exp two", *CODES], OWN, "says one and two"),
 ])
 def test_notebooks_that_would_not_run_elsewhere(tmp_path, codes, config, words):
     experiment(tmp_path, codes, config)
     assert words in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "{\"worksheets\": []}", "not JSON", "\x00"])
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{\"worksheets\": []}", "not JSON", "\x00", '{"cells": [5]}',
+                                  '{"cells": [{"cell_type": "code"}]}', '{"cells": [{"source": "x"}]}',
+                                  '{"cells": [{"cell_type": "code", "source": [1]}]}'])
 def test_files_that_are_no_notebooks(tmp_path, text):
     path = experiment(tmp_path)
     path.write_text(text)

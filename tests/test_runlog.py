@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import closing
 
 import numpy as np
 import pytest
 
-from f16lab import runlog
+from f16lab import runfile, runlog
 from f16lab.events import (Bus, CastRow, EvalRecord, EventRecord, Histogram, HistogramRecord, RunEnded, RunResumed, RunStarted,
                            SampleRecord, StepRecord, TensorStat)
 from f16lab.packing import SCALARS, from_json
@@ -646,8 +647,26 @@ def test_commands_to_nobody(tmp_path):
     log.close()
     with RunLog(path) as log, RunReader(path) as reader:
         assert log.commands() == () and [c.state for c in reader.commands()] == ['dropped']
+        assert log.dropped == tuple(reader.commands())
         number = reader.send('pause')
         assert log.commands() == (Command(number, 'pause', None, 'taken'),)
+
+
+def test_a_command_that_comes_in_the_moment_of_the_end_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / 'a'
+    log = RunLog(path)
+    monkeypatch.setattr(runlog, 'connect', lambda *args: (log.close(), runfile.connect(*args))[1])
+    with pytest.raises(RunLogError, match='has just ended'): send_command(path, 'stop')
+
+
+def test_a_log_that_another_program_holds_is_not_called_something_else(tmp_path, monkeypatch):
+    RunLog(path := tmp_path / 'a').close()
+    real = runfile.connect
+    monkeypatch.setattr(runfile, "connect", lambda path, mode: real(path, mode, 0.0))
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute('PRAGMA journal_mode = DELETE')
+        db.execute('BEGIN EXCLUSIVE')
+        with pytest.raises(RunLogError, match='in the hands of another program'): RunReader(path)
 
 
 def test_a_command_from_another_process_while_the_log_is_busy(tmp_path):

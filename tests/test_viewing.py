@@ -3,6 +3,8 @@ import math
 import os
 import random
 import shutil
+import sqlite3
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -199,6 +201,30 @@ def test_what_is_no_run_log_is_a_sentence(tmp_path, content):
     path.unlink()
     fill(path, range(3))
     assert run.poll().reset and run.step == 2
+
+
+DAMAGE = ["UPDATE run SET config = '{bad'", "UPDATE run SET config = NULL", "DELETE FROM run", "DROP TABLE event",
+          "DELETE FROM shared", "UPDATE step SET body = NULL", "UPDATE step SET body = x'00'", "UPDATE step SET layout = 99",
+          "UPDATE event SET text = CAST(x'91' AS TEXT)"]
+
+
+@pytest.mark.parametrize("sql", DAMAGE)
+def test_a_damaged_log_is_a_sentence(tmp_path, sql):
+    path = tmp_path / "run.sqlite"
+    fill(path, range(3))
+    with RunLog(path) as log: log(EventRecord(1, "overflow", "x"))
+    with closing(sqlite3.connect(path)) as db, db: db.execute(sql)
+    run = Following("x", path)
+    assert not run.poll() and run.problem and "\n" not in run.problem and run.reader is None
+
+
+@pytest.mark.parametrize("config", ["[1]", "3", '"x"', '{"run": 3}', '{"run": null, "data": []}'])
+def test_settings_are_tables_whatever_the_log_says(tmp_path, config):
+    path = tmp_path / "run.sqlite"
+    fill(path, range(3))
+    with closing(sqlite3.connect(path)) as db, db: db.execute("UPDATE run SET config = ?", (config,))
+    run = Following("x", path)
+    assert run.poll().reset and run.settings == {} and run.step == 2
 
 
 def test_a_killed_run_died(tmp_path):

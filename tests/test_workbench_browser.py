@@ -1,4 +1,4 @@
-"""The workbench in JupyterLab and as an app, in a real browser, with runs in processes: what a person does, and sees."""
+"""The workbench in JupyterLab and as an app, in a real browser, with runs in processes: what a person does and sees."""
 import re
 import subprocess
 import sys
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 NOTEBOOK = repo.ROOT / "nbs" / "workbench.ipynb"
 RECIPE = TrainConfig().with_(**TINY)
 LOSS = ".f16-trajectories canvas"
-ELSEWHERE = re.compile(r"https://cdn\.|labextensions/jupyterlab-jupytext/|favicon")  # voila looks these up; not of the page
+ELSEWHERE = re.compile(r"https://cdn\.|labextensions/jupyterlab-jupytext/|favicon")  # what voila looks up
 
 
 @contextmanager
@@ -81,6 +81,15 @@ def look_at_panels(bench: BenchPage) -> None:
     assert [text for text in problems.all_text_contents() if text] == []
 
 
+def change_theme(lab, bench: BenchPage) -> None:
+    """Pictures that nothing else redraws any more follow JupyterLab's theme."""
+    bench.open("Exponents")
+    for theme in ("Dark", "Light", "Dark", "Light"):
+        before = bench.colors(".f16p-picture canvas")
+        lab.theme(f"JupyterLab {theme}")
+        bench.until(lambda: bench.colors(".f16p-picture canvas") != before, f"the histogram in {theme}", 10)
+
+
 def test_compare_pause_edit_step_reload_and_stop(jupyter_lab):
     lab = jupyter_lab(NOTEBOOK)
     with opened(lab) as bench:
@@ -89,7 +98,7 @@ def test_compare_pause_edit_step_reload_and_stop(jupyter_lab):
         both_grow(bench)
         at, f16 = pause(bench), bench.folder("f16")
         edit(bench, "stable", "f16")
-        (_, text), = bench.until(lambda: [e for e in told(f16, "command") if "profile set" in e[1]], "the edit is taken")
+        (_, text), = bench.until(lambda: [e for e in told(f16, "command") if "profile set" in e[1]], "the edit")
         assert "stable=f16" in text and f"from step {at} on" in text, text
         bench.press("step")
         bench.until(lambda: len(told(f16, "paused")) == 2, "one step, then paused again")
@@ -111,6 +120,7 @@ def test_compare_pause_edit_step_reload_and_stop(jupyter_lab):
             status = log_of(folder)
             assert status.status == "stopped" and f"stopped at step {status.step + 1}" in bench.words()
             assert verify(folder, 2).equal, "what is saved goes on with equal bits"
+        change_theme(lab, bench)
         assert lab.errors == []
 
 

@@ -95,13 +95,22 @@ function makeBoard(parent, { label, height, draw }) {
   parent.append(canvas);
   const ctx = canvas.getContext("2d");
   const board = { canvas, ctx, width: 0, height, drawn: 0, spent: 0 };
-  let frame = 0;
+  let frame = 0,
+    later = 0,
+    wait = 100;
   const paint = () => {
     frame = 0;
     const ratio = window.devicePixelRatio || 1;
     const wide = Math.floor(parent.clientWidth),
       high = Math.floor(board.height);
-    if (wide < 20 || high < 20) return;
+    if (wide < 20 || high < 20) {
+      // Hidden, or between two layouts, as while JupyterLab changes its theme: then no change of size may ever be told.
+      clearTimeout(later);
+      if (wait < 5000) later = setTimeout(board.ask, wait);
+      wait *= 2;
+      return;
+    }
+    wait = 100;
     const began = performance.now();
     if (canvas.width !== Math.round(wide * ratio) || canvas.height !== Math.round(high * ratio)) {
       canvas.width = Math.round(wide * ratio);
@@ -122,6 +131,7 @@ function makeBoard(parent, { label, height, draw }) {
   observer.observe(parent);
   board.stop = () => {
     observer.disconnect();
+    clearTimeout(later);
     if (frame) cancelAnimationFrame(frame);
   };
   board.ask();

@@ -36,7 +36,7 @@ function makeMap(app, host) {
   // Places of everything: names of layers | 0 column | binades | ∞ column.
   function layout(ctx, width, height) {
     const map = store.map;
-    ctx.font = `11px ${FONT}`;
+    ctx.font = `700 11px ${FONT}`; // the picked one is bold
     const names = Math.min(
       Math.max(60, ...map.layers.map(([name]) => ctx.measureText(name || "root").width)) + 12,
       width * 0.3,
@@ -171,7 +171,7 @@ function makeMap(app, host) {
       const crowded = !under && chart.at && Math.abs(row - chart.at.row) < every;
       if (crowded || (row % every && !picked && !under)) return;
       const y = box.top + (row + 0.5) * box.cell;
-      ctx.font = `${Math.min(11, Math.max(9, box.cell))}px ${FONT}`;
+      ctx.font = `${picked ? "700 " : ""}${Math.min(11, Math.max(9, box.cell))}px ${FONT}`;
       write(ctx, cutFront(ctx, name || "root", box.names - 8), box.names, y, {
         align: "right",
         size: Math.min(11, Math.max(9, box.cell)),
@@ -269,7 +269,11 @@ function makeMap(app, host) {
     return { row, column: x >= box.left && column >= 0 && column < box.columns ? column : null };
   };
   const pickRow = (at) => {
-    if (at) app.pick({ kind: "layer", run: store.map.run, layer: store.map.layers[at.row][0], step: store.map.step });
+    if (!at) return;
+    app.pick({ kind: "layer", run: store.map.run, layer: store.map.layers[at.row][0], step: store.map.step });
+    // In the workbench its histogram stands below the map, at 800 pixels out of sight.
+    const panel = board.canvas.closest(".f16lab-page")?.querySelector(".f16p-panel");
+    panel?.scrollIntoView({ block: "nearest", behavior: "smooth" });
   };
   board.canvas.addEventListener("pointermove", (event) => {
     chart.at = place(event);

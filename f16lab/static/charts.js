@@ -114,7 +114,13 @@ function render({ model, el }) {
   const kinds = model.get("charts").filter((name) => KINDS[name]);
   grid.dataset.charts = kinds.length;
   const app = { model, store: makeStore(), picked: { run: "", layer: "" }, charts: [], solo: kinds.length === 1 };
-  app.send = (content) => model.send(content);
+  app.send = (content) => {
+    try {
+      model.send(content);
+    } catch (error) {
+      console.debug("a kernel that is being restarted takes no messages:", error);
+    }
+  };
   app.set = (name, value) => {
     model.set(name, value);
     model.save_changes();
@@ -176,13 +182,22 @@ function render({ model, el }) {
   let asked = 0;
   const onMessage = (content, buffers) => {
     if (content?.type !== "frame") return;
+    if (content.full) clearTimeout(greeting);
     app.store.take(content, buffers ?? []);
     refresh();
     if (!asked)
       asked = requestAnimationFrame(() => {
         asked = 0;
-        model.send({ type: "drawn", n: content.n });
+        app.send({ type: "drawn", n: content.n });
       });
+  };
+  // Says hello until everything has come: a message may be lost while JupyterLab loads a page again.
+  let greeting = 0,
+    wait = 1000;
+  const greet = () => {
+    app.send({ type: "hello" });
+    greeting = setTimeout(greet, wait);
+    wait = Math.min(2 * wait, 30_000);
   };
   const watched = ["scalar", "log", "smooth", "reference", "tensor", "map_run", "map_step"];
   const listeners = [
@@ -194,12 +209,13 @@ function render({ model, el }) {
   for (const [name, fn] of listeners) model.on(name, fn);
   app.theme.refresh();
   showProblem();
-  model.send({ type: "hello" });
+  greet();
   root.f16 = app; // for tests: what is known and how long drawing took
   return () => {
     for (const [name, fn] of listeners) model.off(name, fn);
     for (const chart of app.charts) chart.stop();
     app.theme.stop();
+    clearTimeout(greeting);
     cancelAnimationFrame(asked);
     cancelAnimationFrame(fitting);
   };

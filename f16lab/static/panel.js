@@ -168,6 +168,8 @@ function tableBlock(theme, send, pick) {
     ui.picked = row.key;
     mark();
     pick(row, ui.block, detail);
+    detail.hidden = !detail.childNodes.length;
+    detail.scrollIntoView({ block: "nearest" });  // it may stand below a long table
     send({ kind: "pick", key: row.key });
   }
   const mark = () => {
