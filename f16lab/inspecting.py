@@ -37,7 +37,10 @@ def chosen_step(folder: Path, step: int | None) -> int:
     if not folder.is_dir(): raise ValueError(f"{folder}: no such folder; give the folder of a run")
     there = done_steps(folder)
     if step in there or (step is None and there): return there[-1] if step is None else step
-    shown = f"it has {', '.join(map(str, there))}" if there else "it has none; save some with --save-every N"
+    aside = next((p.parent for p in sorted(folder.glob("aside_*/DONE_*"), reverse=True)), None)
+    none = f"; {aside.name} holds one that was to be replaced: move its files back into {folder}" if aside else ""
+    none = f"it has none{none or '; save some with --save-every N'}"
+    shown = f"it has {', '.join(map(str, there))}" if there else none
     wanted = "no checkpoint" if step is None else f"no checkpoint after {step} steps"
     raise ValueError(f"{folder} holds {wanted}: {shown}")
 

@@ -303,6 +303,9 @@ def _look(run: Steered) -> Look:
     if run.reader is None:
         try: run.reader = RunReader(run.log)
         except (RunLogError, OSError): return _look_at_process(run)
+        if not run.reader.sessions():  # its tables are there, its first session is not yet
+            run.close()
+            return _look_at_process(run)
     status = run.reader.status()
     mine = run.started if run.started is not None and status.started < run.started.when else None
     if mine is not None and not status.live: return _look_at_process(run, status)  # started again, not yet in its log

@@ -6,7 +6,7 @@
 __all__ = ['PANELS', 'BUTTONS', 'SECONDS', 'QUICK', 'Pages', 'base_of', 'Views', 'make_panels', 'view_pages', 'tool_buttons',
            'step_field', 'apply_button', 'run_choice', 'fold_button', 'shape_for', 'toolbar', 'Surface', 'answered',
            'begin_runs', 'command', 'go_on', 'one_run', 'apply_edit', 'branch_off', 'attach', 'take_over', 'connect',
-           'reshape', 'picked', 'Bench', 'Workbench', 'shown', 'watch_runs', 'tell_once', 'look_around']
+           'reshape', 'picked', 'Bench', 'Workbench', 'shown', 'watch_runs', 'tell_once', 'begun_at', 'look_around']
 
 # %% ../nbs/20s_workbench.ipynb #4b0d2306
 import threading
@@ -30,7 +30,7 @@ from .forms import EventTable, RecipeForm, RunsList, TakeAway, first_recipe, run
 from .panels import cast_attribution, lost_updates, memory, overflow_histograms, skipped_step
 from .profile import preset_name
 from .running import RECIPE, new_folder
-from .steering import Steered, branch_run, live_runs, project_runs, resume_run
+from .steering import PROCESS, Steered, branch_run, live_runs, project_runs, resume_run
 from .train import Trainer
 
 # %% ../nbs/20s_workbench.ipynb #f71b6cee
@@ -449,7 +449,7 @@ def shown(bench: Workbench) -> bool:
     put(bench.status, run_lines(members, bench.chosen))
     alive = [m for m in members if m.look.alive or m.waiting]
     for verb in ("pause", "step", "stop", "checkpoint"): bench.tools[verb].disabled = not alive
-    bench.tools["branch"].disabled = bench.tools["resume"].disabled = not members
+    bench.tools["branch"].disabled = bench.tools["resume"].disabled = bench.apply.disabled = not members
     bench.views.refresh()
     return bool(alive)
 
@@ -472,12 +472,17 @@ def tell_once(bench: Workbench, error: Exception) -> bool:
     bench._told = words
     return bool(bench.fleet.alive)
 
+def begun_at(run: Path) -> tuple[int, str]:
+    """Sorts runs: when the process was started, where that is known."""
+    try: return (run / PROCESS).stat().st_mtime_ns, run.name
+    except OSError: return 0, run.name
+
 def look_around(bench: Workbench) -> None:
     """When it opens: attach the live runs, as of a comparison; offer them if they are more than one page compares."""
-    live = live_runs(bench.fleet.folder)
+    live = sorted(live_runs(bench.fleet.folder), key=begun_at)  # the colours are those that they had
     if 1 <= len(live) <= MOST:
         was = "it was" if len(live) == 1 else "they were"
-        answered(bench, lambda: f"{attach(bench, live[::-1])}: {was} running already")()
+        answered(bench, lambda: f"{attach(bench, live)}: {was} running already")()
     elif live:
         bench.side.show("Runs")
         bench.runs.refresh()

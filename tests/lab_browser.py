@@ -147,7 +147,7 @@ class LabPage:
         self.server, self.page, self.path, self.errors = server, page, path, []
         self.folder = (server.root / path).parent   # where the kernel runs
         page.on("console", self._console)
-        page.on("pageerror", lambda error: self.errors.append(f"page error: {error}"))
+        page.on("pageerror", lambda error: self.errors.append(f"page error: {error.stack or error}"))
 
     def _console(self, message: ConsoleMessage) -> None:
         text = f"{message.text} ({message.location.get('url', '')})"
@@ -207,6 +207,7 @@ class LabPage:
         self.command("apputils:change-theme", theme=name)
         light = "false" if "Dark" in name else "true"
         self.page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")  # a second change trips over it
 
     def kernel(self) -> str:
         """The id of the kernel."""

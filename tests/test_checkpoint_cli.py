@@ -295,3 +295,11 @@ def test_fewer_steps_than_there_are_and_help_without_wrong_defaults(shell, tmp_p
     told = " ".join(shell("resume --help").stdout.split())
     assert "[default: 200]" not in told and "what is not given stays as it is there" in told
     assert "nowhere: no such folder" in complaint(shell("verify nowhere"))
+
+
+def test_a_checkpoint_that_was_to_be_replaced_is_pointed_at(tmp_path):
+    """A kill between the old one's leaving and the new one's arrival, where there is no other."""
+    from f16lab.inspecting import chosen_step
+    (tmp_path / "aside_00000005").mkdir()
+    (tmp_path / "aside_00000005" / "DONE_00000005").write_text("x")
+    with pytest.raises(ValueError, match="aside_00000005 holds one .* move its files back"): chosen_step(tmp_path, None)

@@ -179,3 +179,12 @@ def test_differences_name_only_what_differs():
     assert re.findall(r"<tr><th>(\w+)</th>", html) == ["layers"] and "lm_head:compute=f32" in html
     assert "equal in every slot" in differences({"a": PRESETS["f16"], "b": PRESETS["f16"]})
     assert Lineup(["f32"]).now.name == "f32"
+
+
+def test_a_slot_that_an_edit_took_away_comes_back_with_it():
+    draft = Draft("f16")
+    assert draft.edit(compute="bf16") and draft.profile.loss_scale == "none"
+    assert draft.edit(stable="bf16") and draft.profile.loss_scale == "none"  # not yet: it would have no effect
+    assert draft.edit(stable="f32") and draft.edit(compute="f16") and str(draft.profile) == str(Draft("f16").profile)
+    assert draft.edit(compute="bf16") and draft.edit(loss_scale="none") and draft.edit(compute="f16")
+    assert draft.profile.loss_scale == "none"  # what a person chose stays

@@ -386,7 +386,7 @@ def test_set_lr():
     t.bus.subscribe(heard.append)
     records = [r for r in steps(t, polls([], [("set", "lr=5e-4")])) if isinstance(r, StepRecord)]
     assert [r.lr for r in records] == pytest.approx([1e-3, 5e-4 * 0.75, 5e-4 * 0.5, 5e-4 * 0.25])
-    assert EventRecord(1, "command", "lr set to 5e-4 from step 1 on") in heard
+    assert EventRecord(1, "command", "lr set to 0.0005 from step 1 on") in heard
     fresh = Trainer(t.config, source())
     assert fresh.load_state(t.state()) == () and fresh.digest() == t.digest() and fresh.schedule.lr == 5e-4
 

@@ -259,14 +259,19 @@ def test_a_wrong_form_starts_nothing_and_says_why(tmp_path, benches):
     assert "not started: rounding=kahan" in bench.said.value and not list(tmp_path.iterdir())
 
 
-def test_several_live_runs_are_offered_not_attached(tmp_path, benches):
-    started = [start_run(tiny(steps=10**6), tmp_path / name) for name in ("a", "b")]
+def test_several_live_runs_are_attached_again_and_more_than_fit_are_offered(tmp_path, benches):
+    started = [start_run(tiny(steps=10**6), tmp_path / name) for name in ("b", "a")]
     try:
         bench = Workbench(folder=tmp_path)
         benches.append(bench)
-        assert not bench.fleet.members and bench.side.current == "Runs" and "2 runs are alive" in bench.said.value
+        assert [m.run.folder.name for m in bench.fleet.members] == ["b", "a"]  # as they were begun
+        assert "they were running already" in bench.said.value
+        started += [start_run(tiny(steps=10**6), tmp_path / name) for name in ("c", "d", "e")]
+        bench = Workbench(folder=tmp_path)
+        benches.append(bench)
+        assert not bench.fleet.members and bench.side.current == "Runs" and "5 runs are alive" in bench.said.value
         bench.runs.attach.click()
-        assert len(bench.fleet.members) == 2  # both were chosen already
+        assert len(bench.fleet.members) == 4  # the newest are chosen already
     finally:
         for run in started:
             os.kill(run.pid, signal.SIGKILL)

@@ -85,9 +85,8 @@ def change_theme(lab, bench: BenchPage) -> None:
     """Pictures that nothing else redraws any more follow JupyterLab's theme."""
     bench.open("Exponents")
     for theme in ("Dark", "Light", "Dark", "Light"):
-        before = bench.colors(".f16p-picture canvas")
         lab.theme(f"JupyterLab {theme}")
-        bench.until(lambda: bench.colors(".f16p-picture canvas") != before, f"the histogram in {theme}", 10)
+        bench.until(lambda: bench.shades(".f16p-picture canvas") == theme, f"the histogram in {theme}", 10)
 
 
 def test_compare_pause_edit_step_reload_and_stop(jupyter_lab):

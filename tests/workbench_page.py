@@ -114,6 +114,12 @@ class BenchPage:
             return min(shares) > 0.4 and max(shares) - min(shares) < 0.08
         return sum(count for pixel, count in self.colors(canvas).items() if is_ink(pixel))
 
+    def shades(self, canvas: str) -> str:
+        """Whether the blues of a heat map are those of the 'Light' theme, deep for many, or of the 'Dark' one, pale."""
+        blues = [(red, count) for (red, _, blue), count in self.colors(canvas).items() if blue > red + 60]
+        mean = sum(red * count for red, count in blues) / max(1, sum(count for _, count in blues))
+        return "Light" if mean < 80 else "Dark"
+
     # ---------------------------------------------------------------- the runs themselves
     def folders(self) -> list[Path]:
         """Folders of runs, the oldest first."""
