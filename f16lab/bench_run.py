@@ -154,7 +154,7 @@ f16lab bench kernels                                   every kernel, against the
 f16lab bench kernels --only AdamW --out adamw.json
 f16lab bench train --model d12 --batch 64 --accumulate 8 --profiles bf16_llmc,bf16,f16
 f16lab bench train --model tiny --profiles f32,f16     on a laptop
-f16lab bench log                                       what 100,000 steps leave behind, and how long a reader waits"""
+f16lab bench log                                       what 100,000 steps leave behind, how long readers wait"""
 
 BENCH_HELP = """Measure speed and memory on this machine.
 

@@ -291,8 +291,9 @@ class TooManySkips(RuntimeError):
 
     def __init__(self, loss_scale: LossScale, tensor: str | None = None):
         self.skips, self.tensor = loss_scale.skips, tensor
+        name = tensor or "(not known)"
         super().__init__(f"{loss_scale.skips} steps in a row had a non-finite gradient, down to loss scale "
-                         f"{loss_scale.scale:g}; the first to overflow in backward was {tensor or 'not known'}. "
+                         f"{loss_scale.scale:g}; of the weights' gradients that of {name} overflowed first. "
                          "Weights are those of the last good step. Lower the learning rate, or widen compute or stable")
 
 # %% ../nbs/10_grads.ipynb #27016d9c

@@ -212,7 +212,7 @@ def opened(met: Meeting, until: float) -> tuple[dist.Store, Meeting]:
 
 def connected(place: Meeting, until: float) -> dist.Store | None:
     """The store at an address, None if it is not the one that is meant. Tries again until it is there."""
-    patience = min(5.0, until - time.monotonic()) if place.nonce else until - time.monotonic()
+    patience = min(15.0, until - time.monotonic()) if place.nonce else until - time.monotonic()
     try:
         store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=max(0.1, patience)),
                               wait_for_workers=False)

@@ -52,13 +52,16 @@ def chromium() -> Iterator:
     """Chromium, started by playwright without a window."""
     from lab_browser import ARGUMENTS
     from playwright.sync_api import sync_playwright
+    from widget_page import BROWSER
 
     program, why = browser.find()
     if why:
         pytest.skip(why)
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
+        BROWSER.append(started)
         yield started
+        BROWSER.remove(started)
         started.close()
 
 

@@ -10,7 +10,7 @@ from f16lab.charts import CHARTS, LiveCharts, receive
 from f16lab.events import EventRecord, Histogram, RunEnded, RunStarted, StepRecord
 from f16lab.runlog import RunLog
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("chromium")]
 TRAITS = ("charts", "theme", "scalar", "log", "smooth", "reference", "tensor", "map_run", "map_step", "problem")
 INK, BLUE, ALERT = (0x3B, 0x3B, 0x3B), (0x00, 0x72, 0xB2), (0xC1, 0x12, 0x1F)
 PLOT = ".f16-trajectories canvas"

@@ -15,7 +15,7 @@ from f16lab.panels import cast_attribution, lost_updates, memory, overflow_histo
 from f16lab.probes import what_if
 from f16lab.runlog import RunLog
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("chromium")]
 EVIL = "<img src=x onerror=document.title='evil'>"
 
 

@@ -1,4 +1,5 @@
 """The report: one file, no network, nothing injected, and there even when a run came to nothing."""
+import contextlib
 import math
 import re
 from dataclasses import replace
@@ -151,27 +152,22 @@ def test_nothing_to_report(tmp_path):
 
 # ---------------------------------------------------------------- in a browser
 @pytest.mark.browser
-def test_the_page_opens_offline_in_a_browser(tmp_path):
-    from playwright.sync_api import sync_playwright
+def test_the_page_opens_offline_in_a_browser(tmp_path, chromium):
     broken = replace(contender("nan"), steps=tuple(replace(r, loss=math.nan) for r in contender("x").steps))
     path = write_report(Comparison((*PAIR.contenders, broken, replace(contender("x"), name=EVIL)), PAIR.config, PAIR.versions), tmp_path / "report.html")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-             "--disable-sync"]
     problems, requests = [], []
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
-        page = browser.new_context(offline=True, viewport=dict(width=1200, height=900)).new_page()
+    with contextlib.closing(chromium.new_context(offline=True, viewport=dict(width=1200, height=900))) as context:
+        page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("request", lambda request: requests.append(request.url) if not request.url.startswith(("file:", "data:", "blob:")) else None)
         page.goto(path.as_uri())
-        page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 8")
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 9")
         boxes = page.evaluate("[...document.querySelectorAll('.js-plotly-plot')].map(e => [e.id, e.clientWidth, e.clientHeight])")
         assert page.evaluate("document.documentElement.scrollWidth") <= 1200, "nothing sticks out"
         page.click("text=The 1 largest of f16")
         assert page.is_visible("td:has-text('blocks.0.mlp')")
         legends = page.evaluate("[...document.querySelectorAll('#figure-loss .legendtext')].map(e => e.textContent)")
-        browser.close()
     assert (problems, requests) == ([], [])
-    assert len(boxes) == 8 and all(width > 600 and height > 100 for _, width, height in boxes)
+    assert len(boxes) == 9 and all(width > 600 and height > 100 for _, width, height in boxes)
     assert any(text.startswith(EVIL[:30]) for text in legends), "names are shown as they are"

@@ -26,6 +26,7 @@ def opened(lab):
     bench = BenchPage(lab.page, lab.folder)
     with lab:
         try:
+            lab.theme("JupyterLab Light")  # whatever another test left behind
             lab.run_all()
             bench.ready()
             yield bench

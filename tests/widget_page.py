@@ -2,11 +2,10 @@
 import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]
+BROWSER: list = []  # the one that the fixture `chromium` has started: playwright runs once a process
 ORIGIN = "http://widget.test"
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>widget</title><link rel="icon" href="data:,">
@@ -98,9 +97,7 @@ class WidgetPage:
 @contextmanager
 def widget_page(esm: str, css: str, state: Mapping[str, Any], width: int = 1280, height: int = 800,
                 scheme: str = "light") -> Iterator[WidgetPage]:
-    """Chromium with a widget in it, closed at the end."""
-    from playwright.sync_api import sync_playwright
-
+    """A page of Chromium with a widget in it, closed at the end."""
     html = PAGE.replace("__CSS__", css).replace("__STATE__", json.dumps(dict(state), allow_nan=False))
     files = {f"{ORIGIN}/": ("text/html", html), f"{ORIGIN}/widget.js": ("text/javascript", esm)}
 
@@ -108,14 +105,11 @@ def widget_page(esm: str, css: str, state: Mapping[str, Any], width: int = 1280,
         kind, body = files.get(route.request.url, (None, None))
         route.abort() if body is None else route.fulfill(content_type=kind, body=body)
 
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
-        try:
-            page = browser.new_context(viewport=dict(width=width, height=height), color_scheme=scheme).new_page()
-            mounted = WidgetPage(page)
-            page.route("**/*", answer)
-            page.goto(f"{ORIGIN}/")
-            page.wait_for_function("window.page !== undefined || window.failed")
-            assert not mounted.problems, mounted.problems
-            yield mounted
-        finally: browser.close()
+    with closing(BROWSER[-1].new_context(viewport=dict(width=width, height=height), color_scheme=scheme)) as context:
+        page = context.new_page()
+        mounted = WidgetPage(page)
+        page.route("**/*", answer)
+        page.goto(f"{ORIGIN}/")
+        page.wait_for_function("window.page !== undefined || window.failed")
+        assert not mounted.problems, mounted.problems
+        yield mounted
