@@ -38,6 +38,7 @@ from notebook_files import write_notebook  # noqa: E402
 from workbench_page import BenchPage, log_of, told  # noqa: E402
 
 from f16lab.events import StepRecord  # noqa: E402
+from f16lab.runfile import RunLogError  # noqa: E402
 from f16lab.runlog import RunLog, send_command  # noqa: E402
 
 WATCH = """() => {  // notes of each message to the charts: when it was on the screen, the newest step, its bytes
@@ -77,13 +78,20 @@ class Run:
     def wait_for(self, step: int, seconds: float = 60) -> None:
         """Wait until the log has a step."""
         last = time.monotonic() + seconds
-        while not (self.folder / "run.sqlite").is_file() or (log_of(self.folder).step or 0) < step:
+        while self.step() < step:
             assert self.process.poll() is None and time.monotonic() < last, (self.folder / "console.txt").read_text()
             time.sleep(0.1)
 
+    def step(self) -> int:
+        """The last step in its log; 0 while that is being made."""
+        try:
+            return log_of(self.folder).step or 0
+        except RunLogError:
+            return 0
+
     def stop(self) -> list[float]:
         """End it, if it is alive; when each of its steps ended."""
-        if self.process.poll() is None and log_of(self.folder).live: send_command(self.folder / "run.sqlite", "stop")
+        if self.process.poll() is None and self.step() and log_of(self.folder).live: send_command(self.folder / "run.sqlite", "stop")
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
