@@ -2370,6 +2370,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'f16lab.runfile.read_stretch': ('runfile.html#read_stretch', 'f16lab/runfile.py'),
                                 'f16lab.runfile.take_lock': ('runfile.html#take_lock', 'f16lab/runfile.py')},
             'f16lab.runlog': { 'f16lab.runlog.Command': ('runlog.html#command', 'f16lab/runlog.py'),
+                               'f16lab.runlog.LogBusy': ('runlog.html#logbusy', 'f16lab/runlog.py'),
                                'f16lab.runlog.RunLog': ('runlog.html#runlog', 'f16lab/runlog.py'),
                                'f16lab.runlog.RunLog.__call__': ('runlog.html#runlog.__call__', 'f16lab/runlog.py'),
                                'f16lab.runlog.RunLog.__enter__': ('runlog.html#runlog.__enter__', 'f16lab/runlog.py'),

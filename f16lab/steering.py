@@ -25,7 +25,7 @@ from typing import Any
 from .config import TrainConfig, to_toml
 from .profile import PrecisionProfile, preset_name
 from .runfile import RunLogError, is_live
-from .runlog import RunReader, RunStatus, send_command
+from .runlog import LogBusy, RunReader, RunStatus, send_command
 from .running import LOG, RECIPE, check_folder, label_of, new_folder, runs_folder
 
 # %% ../nbs/20n_steering.ipynb #b5b61ce1
@@ -272,6 +272,7 @@ def _stop(run: Steered, patience: float) -> str:
         return said
     if run.asked is not None: return run.asked.words()
     try: number = run.send("stop", "stopped from the workbench")
+    except LogBusy: number = None  # it hangs in a write: nobody can ask it, so its time runs already
     except RunLogError as error:
         if run.started is None or not run.started.alive: raise RunLogError(f"nothing to stop: {error}") from None
         run.asked, run.called_off = Stopping(time.monotonic(), None, patience, time.monotonic()), run.started.pid

@@ -729,3 +729,18 @@ def test_a_run_that_starts_again_has_an_empty_log(tmp_path):
     fill(tmp_path / 'a', range(BLOCK + 3))
     with RunLog(tmp_path / 'a') as log: log(RunResumed(0, 'from the beginning'))
     with RunReader(tmp_path / 'a') as reader: assert reader.steps()['step'] == [] and len(reader.sessions()) == 2
+
+
+def test_a_command_to_a_run_that_hangs_in_a_write_is_refused_in_words(tmp_path, monkeypatch):
+    import f16lab.runlog as module
+    from f16lab.runfile import connect
+    from f16lab.runlog import LogBusy, send_command
+    with RunLog(tmp_path / 'a') as log:
+        log.flush()
+        holder = connect(tmp_path / 'a', 'rw')
+        holder.execute('BEGIN IMMEDIATE')
+        monkeypatch.setattr(module, 'connect', lambda path, mode: connect(path, mode, 0.05))
+        with pytest.raises(LogBusy, match="does not answer, and 'stop' was not sent"): send_command(tmp_path / 'a', 'stop')
+        holder.execute('ROLLBACK')
+        holder.close()
+        assert send_command(tmp_path / 'a', 'stop') == 1

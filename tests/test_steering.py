@@ -195,3 +195,13 @@ def test_runs_are_found_from_anywhere_in_a_checkout_and_listed_with_what_cannot_
     broken.mkdir(parents=True)
     (broken / "run.sqlite").write_text("no database")
     assert [seen.state.split(":")[0] for seen in found_runs(tmp_path / "data/runs")] in (["absent"], ["unreadable"])
+
+
+def test_a_run_whose_log_is_locked_gets_its_signal_all_the_same(tmp_path, monkeypatch):
+    from f16lab.runlog import LogBusy
+    run = Steered(tmp_path)
+
+    def busy(kind, value=None): raise LogBusy("locked")
+    monkeypatch.setattr(run, "send", busy)
+    assert "SIGTERM if there is no answer within 1 s" in run.stop(patience=0.6) and run.asked.command is None
+    assert "no signal was sent" in run.stop()  # asked again: at once, if its process is known
