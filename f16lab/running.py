@@ -165,7 +165,7 @@ def asked(trainer: Trainer, log: RunLog, keeper: Keeper, tell: Callable[[EventRe
     """The commands of a run between two steps, once behind the `first`; a capsule is the keeper's business."""
     while first: yield first.pop(0)
     for verb, argument in map(command_words, log.commands()):
-        if verb == "capsule": tell(answer(trainer, keeper.ask()))
+        if verb == "capsule" and not argument: tell(answer(trainer, keeper.ask()))
         else: yield verb, argument
     for event in keeper.before_step(): tell(event)
 

@@ -160,10 +160,8 @@ Tap = Callable[[int, Seen], None]  # optimizer steps so far, what was seen since
 class Counter:
     """Exponent histograms of tensors as they come by, on any device."""
 
-    LIMIT = 4096  # counts that wait on a GPU until they are added up
-
     def __init__(self, share: int = 1):
-        self.share, self.tallies, self.settled = share, {"cpu": Tally()}, joined([])
+        self.share, self.tallies = share, {"cpu": Tally()}
         self.notes: dict[str, None] = {}  # what was not counted
 
     def see(self, phase: str, layer: str, tensor: str, x: Tensor, mode: CastWatch) -> None:
@@ -177,13 +175,11 @@ class Counter:
             part = sampled(x, self.share, len(layer))
             tally = self.tallies.get(x.device.type) or self.tallies.setdefault(x.device.type, DeviceTally())
             tally.add((phase, layer, tensor, Precision.of(x).tag, 0 if part is x else x.numel()), part)
-            if len(getattr(tally, "found", ())) > self.LIMIT: self.settled = joined([self.settled, tally.table()])
         finally: mode.on = on
 
     def take(self) -> HistogramTable:
         """All that was counted since the last call."""
-        table, self.settled = joined([self.settled, *(tally.table() for tally in self.tallies.values())]), joined([])
-        return table
+        return joined(tally.table() for tally in self.tallies.values())
 
 # %% ../nbs/19b_watching.ipynb #dcd06a54
 @dataclass(frozen=True)

@@ -565,3 +565,13 @@ def test_a_folder_in_the_place_of_the_log(tmp_path):
         (folder / name).mkdir(parents=True)
         with pytest.raises(ValueError, match="is a folder"):
             opened_log(folder, small(), True)
+
+
+@pytest.mark.parametrize("kind", ["pause", "resume", "checkpoint", "capsule", "evaluate", "sample"])
+def test_a_value_that_a_command_has_no_use_for_is_told(tmp_path, kind):
+    """Nobody is left to believe that `checkpoint {"keep": 3}` did what it says."""
+    plain = play(tmp_path / "a", small("f16", steps=3))
+    seen: list = []
+    told = play(tmp_path / "b", small("f16", steps=3), {1: [(kind, {"a": 1})]}, seen=seen)
+    assert [text for text in texts(seen) if f"{kind} takes no value" in text], texts(seen)
+    assert told.digest() == plain.digest() and not done_steps(tmp_path / "b") and not texts(seen, "paused")
