@@ -366,7 +366,10 @@ def profile_dict(profile: PrecisionProfile) -> dict[str, Any]:
 def profile_from_dict(table: Mapping[str, Any]) -> PrecisionProfile:
     "See `PrecisionProfile.from_dict`; ValueError for an unknown key or an override without `path`."
     slots = {name: value for name, value in table.items() if name not in ('preset', 'overrides')}
-    rows = [dict(row) for row in table.get('overrides', ())]
+    given = table.get('overrides', ())
+    if not isinstance(given, (list, tuple)) or not all(isinstance(row, Mapping) for row in given):
+        raise ValueError(f'overrides {given!r}: give a list of tables, each with path = "blocks.*.attn" and slots')
+    rows = [dict(row) for row in given]
     for row in rows:
         if 'path' not in row: raise ValueError(f'override {row} has no key path; write path = "blocks.*.attn"')
     return _preset(table.get('preset', 'f32')).with_(**slots, overrides=[(row.pop('path'), row) for row in rows])

@@ -42,7 +42,9 @@ def label_for(path: Path) -> str:
 def logs_of(one: Any) -> list[Path]:
     """The run logs that a path, or an object with a `path` (RunReader, RunLog), stands for. A file that is named may
     come into being later; a folder must hold one."""
-    path = Path(getattr(one, "path", one))
+    try: path = Path(getattr(one, "path", one))
+    except TypeError:
+        raise ValueError(f"{one!r} is no run: give a folder, a run.sqlite, a RunReader, or a watch") from None
     if path.suffix == ".sqlite":
         if not path.parent.is_dir(): raise ValueError(f"{path}: there is no folder {path.parent}")
         return [path]

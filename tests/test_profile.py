@@ -395,3 +395,9 @@ def test_slots_are_traced_in_one_graph():
         want, got = f(x, PRESETS[name]), g(x, PRESETS[name])
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(want, got))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("odd", [3, "blocks.*", {"path": "a"}, [3], ["x"]], ids=str)
+def test_overrides_that_are_no_list_of_tables_are_refused_in_words(odd):
+    with pytest.raises(ValueError, match="give a list of tables"):
+        PrecisionProfile.from_dict({"preset": "f16", "overrides": odd})

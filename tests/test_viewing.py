@@ -341,3 +341,8 @@ def test_a_watch_becomes_a_log(tmp_path):
     assert 8.0 in run.curves["loss"].series.values and w.take().steps == 3, "the watch's own taker misses nothing"
     assert {h.layer for h in run.reader.histograms(run.histogram_step)} == {"0"}
     run.close()
+
+
+@pytest.mark.parametrize("what", [3, None, object(), [None], {"a": 4.5}], ids=repr)
+def test_what_is_no_run_is_told_in_a_sentence(what):
+    with pytest.raises(ValueError, match="is no run: give a folder"): run_logs(what)
