@@ -24,7 +24,7 @@ import ipywidgets as widgets
 
 from .archive import read_comparison
 from .capsule import is_capsule
-from .config import TrainConfig, from_dict, settings_of, to_toml
+from .config import RECIPE, TrainConfig, from_dict, settings_of, to_toml
 from .console import si
 from .editor import classed, put
 from .fleet import Member
@@ -271,10 +271,10 @@ class EventTable(widgets.HTML):
         self.value = f'<table class="f16lab-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 # %% ../nbs/20p_forms.ipynb #afc74215
-def recipe_link(config: TrainConfig, label: str = "recipe.toml") -> str:
+def recipe_link(config: TrainConfig, label: str = RECIPE) -> str:
     """A link that saves the recipe from the browser."""
     text = f"data:application/toml;charset=utf-8,{quote(to_toml(config))}"
-    return f'<a download="recipe.toml" class="f16lab-download" href="{text}">{escape(label)}</a>'
+    return f'<a download="{RECIPE}" class="f16lab-download" href="{text}">{escape(label)}</a>'
 
 def headless(recipe: str | Path, nproc: int | None = None) -> str:
     """The command line that trains a recipe file without a browser."""
@@ -290,7 +290,7 @@ def compared(logs: Mapping[str, Path]) -> Comparison:
 
 def _recipe_at(log: Path) -> str:
     """The recipe beside a log; '' if there is none."""
-    try: return (log.parent / "recipe.toml").read_text(encoding="utf-8")
+    try: return (log.parent / RECIPE).read_text(encoding="utf-8")
     except OSError: return ""
 
 # %% ../nbs/20p_forms.ipynb #001b2f24
@@ -313,7 +313,7 @@ class TakeAway(widgets.VBox):
     def write_recipe(self) -> Path:
         """Write the recipe beside those that are there; show where, with a link and the command."""
         config, nproc = self.chosen()
-        text, names = to_toml(config), ("recipe.toml", *(f"recipe-{n}.toml" for n in range(2, 10_000)))
+        text, names = to_toml(config), (RECIPE, *(f"recipe-{n}.toml" for n in range(2, 10_000)))
         self.folder.mkdir(parents=True, exist_ok=True)
         path = next(p for name in names if not (p := self.folder / name).exists() or p.read_text("utf-8") == text)
         path.write_text(text, encoding="utf-8")

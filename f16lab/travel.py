@@ -15,7 +15,7 @@ from typing import Any
 
 from .capsule import Capsule, capsule_of, is_capsule, load_capsule, recorded
 from .checkpoint import Found, Refused, done_steps, examine, read_meta
-from .config import TrainConfig, from_dict, read_recipe
+from .config import RECIPE, TrainConfig, from_dict, read_recipe
 from .commands import changed
 from .diary import Diary, read_diary
 from .events import StepRecord
@@ -40,7 +40,7 @@ def recipe_at(folder: Path, step: int) -> TrainConfig:
     """The recipe under which a run came to `step`, as far as its folder tells; ValueError if it does not."""
     metas = readable_metas(folder)
     if later := [s for s in metas if s >= max(step, 1)]: return from_dict(metas[later[0]]["config"])
-    if (folder / "recipe.toml").is_file(): return read_recipe(folder / "recipe.toml")
+    if (folder / RECIPE).is_file(): return read_recipe(folder / RECIPE)
     if metas: return from_dict(metas[max(metas)]["config"])
     raise ValueError(f"{folder} holds neither a checkpoint nor recipe.toml: give the folder of a run")
 

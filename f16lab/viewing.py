@@ -26,7 +26,7 @@ from .events import Histogram, RunStarted, StepRecord
 from .exponents import margin_of
 from .packing import SCALARS
 from .runfile import BLOCK, RunLogError, Series
-from .runlog import RunLog, RunReader, RunStatus
+from .runlog import LOG, RunLog, RunReader, RunStatus
 from .watching import Seen, Watch
 
 # %% ../nbs/20i_viewing.ipynb #55ed98fe
@@ -50,7 +50,7 @@ def logs_of(one: Any) -> list[Path]:
         return [path]
     if not path.exists(): raise ValueError(f"{path}: no such folder; give the folder of a run, or its run.sqlite")
     if path.is_file(): raise ValueError(f"{path} is no run log: give a folder of a run, or its run.sqlite")
-    own = path / "run.sqlite"
+    own = path / LOG
     found = [own] if own.exists() else sorted(path.glob("*.sqlite"))
     if not found: raise ValueError(f"{path} holds no run log (*.sqlite): give the folder of a run or of a comparison")
     return found

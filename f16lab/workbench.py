@@ -20,7 +20,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from .charts import LiveCharts, Pick
-from .config import TrainConfig, read_recipe
+from .config import RECIPE, TrainConfig, read_recipe
 from .console import sentence
 from .device import cuda_status
 from .editor import MOST, Contenders, classed, put, style_sheet
@@ -29,7 +29,8 @@ from .forecast import Shape, shape_of, shape_of_module
 from .forms import EventTable, RecipeForm, RunsList, TakeAway, first_recipe, run_lines
 from .panels import cast_attribution, lost_updates, memory, overflow_histograms, skipped_step
 from .profile import preset_name
-from .running import RECIPE, new_folder
+from .runlog import LOG
+from .running import new_folder
 from .steering import PROCESS, Steered, branch_run, live_runs, project_runs, resume_run
 from .train import Trainer
 
@@ -303,7 +304,7 @@ def attach(bench: "Workbench", paths: Iterable[str | Path]) -> str:
     """Look at runs: folders, logs, or folders of a comparison."""
     added, first = [], not bench.fleet.members
     for path in map(Path, paths):
-        several = sorted(path.glob("[0-9]*.sqlite")) if path.is_dir() and not (path / "run.sqlite").is_file() else []
+        several = sorted(path.glob("[0-9]*.sqlite")) if path.is_dir() and not (path / LOG).is_file() else []
         for place in several or [path]:
             run = Steered(place)
             look = run.look()

@@ -1,5 +1,6 @@
 """What every test process needs before torch is imported, and which tests a machine can run."""
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import browser  # noqa: E402
 
 
+ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 NO_BROWSER = browser.find()[1]  # '' if there is one
 NEEDS = {
     "gpu": (lambda: torch.cuda.is_available(), "needs a CUDA device"),
@@ -29,6 +31,8 @@ NEEDS = {
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine has no hardware or program for; leave out slow tests unless -m speaks of them."""
+    if named_by_address := [item.nodeid for item in items if ADDRESS.search(item.nodeid)]:
+        raise pytest.UsageError(f"a test's name holds an address, another one in every process: {named_by_address[:3]}")
     missing = {name: why for name, (there, why) in NEEDS.items() if not there()}
     if "slow" not in config.option.markexpr:
         missing["slow"] = "slow: ask for it with -m slow"

@@ -17,7 +17,8 @@ from f16lab.profile import PRESETS, PrecisionProfile
 from f16lab.stand_ins import DropoutIn
 
 HALF = ("f16", "bf16", "all_f16", "master_weights", "bf16_sr", "bf16_llmc")
-X, IMAGES, VOLUME = torch.randn(3, 5, 8), torch.randn(2, 4, 8, 8), torch.randn(2, 4, 3, 4, 4)
+X, IMAGES, VOLUME = (torch.randn(shape, generator=torch.Generator().manual_seed(3))
+                     for shape in ((3, 5, 8), (2, 4, 8, 8), (2, 4, 3, 4, 4)))
 IDS = torch.tensor([[0, 3, 3], [1, 0, 2]])
 
 
@@ -74,7 +75,8 @@ LAYERS = {
     "batch norm": (lambda: nn.BatchNorm2d(4), IMAGES), "group norm": (lambda: nn.GroupNorm(2, 4), IMAGES),
     "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), IMAGES),
     "gelu": (lambda: nn.GELU(), X), "gelu tanh": (lambda: nn.GELU(approximate="tanh"), X),
-    "relu in place": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), X), "silu": (lambda: nn.SiLU(), X),
+    "relu in place": (lambda: nn.Sequential(nn.SiLU(), nn.ReLU(inplace=True)), X + X.sign() / 8),  # not at its kink
+    "silu": (lambda: nn.SiLU(), X),
     "tanh": (lambda: nn.Tanh(), X), "sigmoid": (lambda: nn.Sigmoid(), X), "elu": (lambda: nn.ELU(), X),
     "prelu": (lambda: nn.PReLU(), X), "softmax": (lambda: nn.Softmax(-1), X),
     "softmax axis 1": (lambda: nn.Softmax(1), X),

@@ -343,6 +343,6 @@ def test_a_watch_becomes_a_log(tmp_path):
     run.close()
 
 
-@pytest.mark.parametrize("what", [3, None, object(), [None], {"a": 4.5}], ids=repr)
+@pytest.mark.parametrize("what", [3, None, object(), [None], {"a": 4.5}], ids=lambda what: type(what).__name__)
 def test_what_is_no_run_is_told_in_a_sentence(what):
     with pytest.raises(ValueError, match="is no run: give a folder"): run_logs(what)
