@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .events import EventRecord, StepRecord
-from .looking import Look, RunProbe, tensors_in
+from .hooks import tensors_in
+from .looking import Look, RunProbe
 from .nn import Draw
 from .train import Trainer, on_device, products
 

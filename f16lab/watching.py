@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .events import Histogram
 from .intercept import KNOWN, CastWatch, SeenCast, Trail
-from .looking import tensors_in
+from .hooks import tensors_in
 from .packing import HistogramTable
 from .precision import Precision
 from .probes import DeviceTally, Tally, headroom, moved, sampled, what_if

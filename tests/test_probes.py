@@ -9,9 +9,9 @@ from f16lab.cast import round_in_register
 from f16lab.events import Histogram, HistogramRecord
 from f16lab.packing import from_json, pack_histograms, to_json, unpack_histograms
 from f16lab.precision import BF16, E4M3, E5M2, F16, F32, F64, Precision
-from f16lab.probes import (ROW, Counts, DeviceTally, Room, Tally, binades_of, compiled_loops, count_patterns, count_room,
-                           has_numba, headroom, histogram_of, look_at_patterns, merged, moved, overflows,
-                           pattern_tables, patterns_of, sampled, what_if)
+from f16lab.probes import (MANTISSA, ROW, Counts, DeviceTally, Room, Tally, binades_of, compiled_loops, count_room,
+                           has_numba, headroom, histogram_of, loops_of, merged, moved, overflows,
+                           patterns_of, sampled, what_if)
 from f16lab.runlog import RunLog, RunReader
 from f16lab.sum_kernels import spans
 
@@ -79,29 +79,32 @@ def test_the_compiled_loop_agrees_with_the_room(p):
     x, room = ranges(p), Room(64)
     room.take(0, len(x)).copy_(x)
     b = count_room(room, 1)
-    for loops in [Python(), *([compiled_loops()] if has_numba() else [])]:
-        row, parts, (fields, wide) = np.zeros(260, np.int64), np.zeros((4, 256), np.int32), pattern_tables(p.dtype)
-        if loops.one(patterns_of(x), fields, wide, parts, row): loops.look(patterns_of(x), wide, row)
+    for loops in [PYTHON, *([compiled_loops()] if has_numba() else [])]:
+        row, parts = np.zeros(260, np.int64), np.zeros((8, 512), np.int32)
+        loops.one(patterns_of(x), MANTISSA[p.dtype], parts, row)
         assert (row == np.concatenate([b.fields[0], b.apart[0], b.top])).all() and not parts.any()
-        assert row[:256].sum() == len(x) and [len(t) for t in pattern_tables(p.dtype)] in ([0, 0], [1 << 15] * 2)
+        assert row[:256].sum() == len(x)
 
 
-class Python:
-    """The loops, not compiled."""
+@pytest.mark.parametrize("p", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 7, 8, 9])
+def test_the_loop_counts_tensors_of_any_length_and_alignment(p, n):
+    """It reads eight bytes at a time."""
+    x = ranges(p)[1 : n + 1]
+    for loops in [PYTHON, *([compiled_loops()] if has_numba() else [])]:
+        tally = Tally(64, compiled=False)
+        tally.loops = loops
+        tally.add(("", "", "tensor", p.tag, 0), x)
+        assert tally.table()[0] == slowly(x)
 
-    one, look = staticmethod(count_patterns), staticmethod(look_at_patterns)
 
-    @staticmethod
-    def many(patterns, fields, wide, parts, spans, rows):
-        for start, count, row in spans:
-            mine = patterns[start : start + count]
-            if count_patterns(mine, fields, wide, parts, rows[row]): look_at_patterns(mine, wide, rows[row])
+PYTHON = loops_of(lambda loop: loop)  # not compiled
 
 
 @pytest.mark.parametrize("p", [F16, BF16, F32], ids=str)
 def test_a_buffer_is_counted_at_once_and_a_tally_with_loops_counts_the_same(p):
     x, tallies = ranges(p)[:6000], (Tally(64, compiled=False), Tally(64, compiled=False), DeviceTally())
-    tallies[1].loops = compiled_loops() if has_numba() else Python()
+    tallies[1].loops = compiled_loops() if has_numba() else PYTHON
     labels, places = [("", "", f"t{i}", p.tag, 0) for i in range(70)], [(i * 80, 70 + i % 2, i) for i in range(70)]
     for tally in tallies[1:]:
         tally.add(("", "", "first", p.tag, 0), x)
@@ -155,7 +158,8 @@ def test_rows_of_a_flat_buffer_without_their_padding():
     tally, rows = Tally(16, compiled=False), torch.zeros(5, ROW)
     rows[:2] = 1.0
     rows[2].fill_(4.0), rows[3].fill_(4.0), rows[4, :10].fill_(4.0)
-    tally.take_rows([("", "a", "w", "f32", 0), ("", "b", "w", "f32", 0)], (2, 3), (256, 266), rows)
+    sites = [tally.site(("", name, "w", "f32", 0)) for name in "ab"]
+    tally.room.take_rows(sites, (2, 3), (0, 118)).copy_(rows)
     a, b = tally.table()
     assert (a.first, a.counts, a.zeros, b.first, b.counts, b.zeros) == (0, (256,), 0, 2, (266,), 0)
 

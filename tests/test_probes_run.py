@@ -2,6 +2,7 @@
 import math
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from f16lab.cast import Ledger, assert_no_casts, convert_recorded
 from f16lab.config import PROBED, TrainConfig
 from f16lab.grads import FlatLayout
 from f16lab.ledgers import bill, cast_budget, check_budget, compared, hints, timed_casts, tree
-from f16lab.looking import FlatSample, Look, ModuleHooks, RunProbe, find, looking_cost
+from f16lab.hooks import ModuleHooks
+from f16lab.looking import FlatSample, Look, RunProbe, SampleTaker, find, looking_cost
 from f16lab.mirror import Mirrors, as_operand
 from f16lab.nn import named_parameters_once
 from f16lab.origin import Explained, Traced, find_origin, probed
 from f16lab.precision import F16, F32, Precision
-from f16lab.probes import Tally, histogram_of, what_if
+from f16lab.probes import ROW, Tally, histogram_of, sampled, what_if
 from f16lab.profile import PRESETS
 from f16lab.strict import ImplicitPromotion, strict
 from f16lab.train import Trainer, evaluate, steps
@@ -131,7 +133,7 @@ def test_sixteen_keys_see_every_number_once(sizes):
     for key in range(16):
         pick = sample.pick(key + 160, 0)
         rows += pick.rows.tolist()
-        for i, n in zip(pick.tensors, pick.sizes): seen[i] += n
+        for i, n, padding in zip(pick.tensors, pick.counts, pick.padding): seen[i] += n * ROW - padding
     small_ones = [n for n in sizes if -(-n // 128) < 16]
     assert seen == [n * (16 if n in small_ones else 1) for n in sizes]
     assert len(set(rows)) == sum(-(-n // 128) for n in sizes)
@@ -176,6 +178,53 @@ def test_hooks_see_any_module_and_every_container():
     of_odd = {name for _, path, name in seen if path == "1"}
     assert of_odd == {"output.a", "output.b.0", "output.a.grad", "output.b.0.grad"}
     assert len([1 for what in seen if what[2] == "output"]) == 1 and not hooked(net)
+
+
+class Changing(nn.Module):
+    """Returns another container, or another kind of tensor, each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.returned = iter(())
+
+    def forward(self, x): return next(self.returned)(x)
+
+
+def test_a_module_that_returns_something_else_later_is_seen_all_the_same():
+    class Turns:
+        def turn(self, number): return True, True
+        def taker(self, phase, path, name, x): return lambda x: seen.append((phase, name))
+    net, seen = nn.Sequential(Changing()), []
+    ways = [lambda x: (x * 2, x * 3), lambda x: x * 2, lambda x: (x * 2,), lambda x: {"a": x * 2},
+            lambda x: (x * 2, x * 3, x * 4), lambda x: (x * 2, torch.arange(3)), lambda x: (x * 3, x * 2)]
+    told = [[("forward", "output.0"), ("forward", "output.1"), ("backward", "output.0.grad"),
+             ("backward", "output.1.grad")], ["output"], ["output.0"], ["output.a"],
+            ["output.0", "output.1"], ["output.0"], ["output.0", "output.1"]]
+    net[0].returned = iter(ways)
+    with ModuleHooks(net, lambda phase, path, name, x: seen.append((phase, name)), turns=Turns()) as hooks:
+        for names in told:
+            seen.clear()
+            hooks.attend(True)
+            leaves = torch.utils._pytree.tree_leaves(net(torch.ones(2, 3, requires_grad=True)))
+            sum(x.sum() for x in leaves if x.is_floating_point()).backward()
+            hooks.settle()
+            both = [] if isinstance(names[0], tuple) else [pair for n in names for pair in (("forward", n), ("backward", f"{n}.grad"))]
+            assert sorted(set(seen)) == sorted(both or names)
+    assert not hooked(net)
+
+
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.bfloat16(), lambda x: x[:7], lambda x: x.transpose(0, 1),
+                                    lambda x: x[3:][:, :, ::2], lambda x: torch.cat([x, x])[1:65]])
+@pytest.mark.parametrize("key", [0, 5, 16**5 + 3])
+def test_a_taker_takes_the_rows_that_a_sample_has(key, change):
+    def see(phase, path, name, x): tally.add((phase, path, name, Precision.of(x).tag, 0), sampled(x, 16, key + len(path)))
+    tally, label = Tally(compiled=False), ("forward", "blocks.0", "output", "f32", 64 * 6 * 8)
+    probe = SimpleNamespace(look=Look(), key=key, tally=tally, see=see)
+    taker, x = SampleTaker(probe, label, torch.empty(64, 6, 8)), change(torch.randn(64, 6, 8))
+    taker(x)
+    (got,), n = tally.table(), x.numel()
+    see(*label[:3], x)
+    assert replace(got, size=0) == tally.table()[0] and (got.elements < n / 8 or n < 2 * 16 * x.shape[-1])
 
 
 @pytest.mark.parametrize("inplace", [False, True])
