@@ -13,6 +13,7 @@ import copy
 import difflib
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIB = "f16lab"
 JOBS = 2
 TIMEOUT = 300  # seconds a notebook
+RENDERER = "plotly_mimetype"  # figures that need no browser
 HAND_WRITTEN = {"__init__.py", "__main__.py"}
 CELL_MARK = re.compile(r"^# %% (?:\S+ )?#(\S+)$", re.MULTILINE)
 
@@ -162,9 +164,9 @@ class Outcome:
 
 
 def _environment(root: Path) -> dict[str, str]:
-    """One thread a process, the package importable by children too, figures that need no browser."""
+    """One thread a process, the package importable by children too."""
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, "PLOTLY_RENDERER": "plotly_mimetype"}
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, "PLOTLY_RENDERER": RENDERER}
     return {**os.environ, **fixed}
 
 
@@ -180,18 +182,18 @@ def in_process(name: str, command: list[str], root: Path = ROOT, timeout: float 
         except subprocess.TimeoutExpired:
             code_, late = 1, f"{name}: stopped after {timeout:g} s\n"
         finally:
-            _end_group(child)
+            _end_group(child.pid)
+            child.wait()
         out.seek(0)
         return Outcome(name, code_ == 0, time.monotonic() - start, late + out.read())
 
 
-def _end_group(child: subprocess.Popen) -> None:
-    """End what a child has left running."""
+def _end_group(pid: int) -> None:
+    """End what a child has left running, and the child."""
     try:
-        os.killpg(child.pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    child.wait()
 
 
 def side_by_side(tasks: Iterable[Callable[[], Outcome]], jobs: int = JOBS) -> Iterator[Outcome]:
@@ -227,23 +229,51 @@ def import_modules(root: Path = ROOT) -> Iterator[Outcome]:
 
 
 # ---------------------------------------------------------------- running a notebook
+FORK = multiprocessing.get_context("forkserver")  # from a process that holds what takes long to import, and no more
+FORK.set_forkserver_preload(["torch", "execnb.shell", "nbdev.test", "nbformat", "plotly.io._renderers"])
+
+
+def in_fork(name: str, do: Callable, args: tuple, root: Path = ROOT, timeout: float = TIMEOUT) -> Outcome:
+    """Call a function as `in_process` runs a command; whatever it raises is written down."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
+        child = FORK.Process(target=_alone, args=(do, args, folder, out.name, _environment(root)))
+        child.start()
+        child.join(timeout)
+        late = "" if child.exitcode is not None else f"{name}: stopped after {timeout:g} s\n"
+        _end_group(child.pid)
+        child.join()
+        return Outcome(name, child.exitcode == 0, time.monotonic() - start, late + out.read())
+
+
+def _alone(do: Callable, args: tuple, folder: str, out: str, environment: dict[str, str]) -> None:
+    """In a fork: a process group, a folder, an output and an environment of its own."""
+    os.setsid()
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (1, 2): os.dup2(os.open(out, os.O_WRONLY | os.O_APPEND), number)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    os.environ.update(environment)
+    do(*args)
+
+
 def run_notebooks(notebooks: Iterable[Path], root: Path = ROOT, flags: str = "", save: Path | None = None,
                   timeout: float = TIMEOUT, jobs: int = JOBS) -> Iterator[Outcome]:
     """Run each notebook in a process of its own; `flags` names kinds of cells to run that are left out otherwise."""
     def task(path: Path) -> Outcome:
-        command = [sys.executable, __file__, "execute", str(path), "--root", str(root), "--flags", flags]
-        command += ["--save", str(save)] if save else []
-        return in_process(shown(path, root), command, root, timeout)
+        return in_fork(shown(path, root), execute, (path, root, flags, save), root, timeout)
 
     yield from side_by_side((lambda p=p: task(p) for p in notebooks), jobs)
 
 
 def execute(path: Path, root: Path, flags: str, save: Path | None) -> None:
     """Run a notebook's cells in this process; stop at the first that fails and name it."""
+    import plotly.io
     from execnb.shell import CaptureShell
     from nbdev.config import get_config
     from nbdev.test import nb_test_cells
 
+    plotly.io.renderers.default = RENDERER  # a fork has read another environment
     os.environ["IN_TEST"] = "1"
     sys.path.insert(0, str(root))
     if absent := lacking(path):
@@ -354,21 +384,18 @@ def fail(problems: list[str], advice: str) -> None:
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["clean", "export", "imports", "run", "docs", "execute"])
+    parser.add_argument("action", choices=["clean", "export", "imports", "run", "docs"])
     parser.add_argument("notebooks", nargs="*", type=Path, help="for run: these only")
     parser.add_argument("--flags", default="", help="for run: kinds of cells to run as well, such as gpu")
     parser.add_argument("--jobs", default=JOBS, type=int, help="processes at once")
-    parser.add_argument("--root", default=ROOT, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     """Run one action; the exit status tells whether all is well."""
     given, start = options(), time.monotonic()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
     count = len(paths())
-    if given.action == "execute":
-        return execute(given.notebooks[0], given.root, given.flags, given.save)
     if given.action == "clean":
         fail([line for path in paths() for line in unclean(path)], "notebooks are not clean: run `make tidy`")
     elif given.action == "export":
