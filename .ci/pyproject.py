@@ -73,7 +73,7 @@ package-dir = {{"{lib}.kernels" = "kernels"}}
 version = {{attr = "{lib}.__version__"}}
 
 [tool.setuptools.package-data]
-{lib} = ["py.typed", "static/*", "templates/*"]
+{lib} = ["py.typed", "static/*", "static/labconfig/*", "templates/*"]
 "{lib}.kernels" = ["*.cu", "*.cuh", "*.md"]
 
 [tool.nbdev]

@@ -409,6 +409,7 @@ class Pick:
     run: str
     layer: str = ""
     step: int = -1
+    tensor: str = ""  # of the layer, that the map shows
 
 
 def static_text(*names: str) -> str:
@@ -490,7 +491,7 @@ def receive(charts: LiveCharts, content: Mapping[str, Any]) -> None:
         publisher.frames.zoom(tuple(map(int, stretch)) if stretch else None)
         publisher.nudge()
     elif kind == "pick": tell(charts, Pick(*(content.get(k) or "" for k in ("kind", "run", "layer")),
-                                           int(content.get("step", -1))))
+                                           int(content.get("step", -1)), content.get("tensor") or ""))
 
 
 def tell(charts: LiveCharts, pick: Pick) -> None:

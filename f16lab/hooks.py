@@ -68,7 +68,7 @@ Take = Callable[[Tensor], None]
 
 @dataclass
 class Site:
-    """A tensor that a module returns: its path and name, and its place in a tuple (None: it is all that is returned)."""
+    """A tensor that a module returns: its path, its name, its place in a tuple (None: it is all that is returned)."""
 
     path: str
     name: str          # 'output', or 'output.0' in a tuple
@@ -148,7 +148,7 @@ class ModuleHooks(OpenHooks):
         self.settled, self.made = True, {}
         for path in self.modules.keys() - self.sites: self.hook(path, None)
         self.known = [SettledHook(self, path, i, sites) for i, (path, sites) in enumerate(self.sites.items())
-                      if all(site.place is not None or site.name == "output" for site in sites)]  # not deep in something
+                      if all(site.place is not None or site.name == "output" for site in sites)]  # nothing lies deep
         for hook in self.known: self.hook(hook.path, hook)
 
     def attend(self, on: bool) -> None:

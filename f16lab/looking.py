@@ -66,7 +66,7 @@ class FlatSample:
             rows = np.arange((key + tensor_id(name)) % every, n, every)
             parts.append((i, rows + start, int((n * ROW - size) * (rows[-1] == n - 1))))
         rows = torch.from_numpy(np.concatenate([rows for _, rows, _ in parts] or [np.zeros(0, np.int64)]))
-        return Pick(rows, tuple(i for i, _, _ in parts), tuple(len(r) for _, r, _ in parts), tuple(n for *_, n in parts))
+        return Pick(rows, tuple(i for i, *_ in parts), tuple(len(r) for _, r, _ in parts), tuple(n for *_, n in parts))
 
 # %% ../nbs/16b_looking.ipynb #c0abedee
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class GroupLook(GroupPlaces):
         sites = [tally.site(labels[i]) for i in pick.tensors]
         if len(pick.rows) * ROW > tally.room.free() or flat.dtype is torch.float64:
             rows = self.rows(flat, key, step)
-            rows = rows if less is None else rows.to(rows.dtype if rows.dtype is torch.float64 else torch.float32) - less
+            if less is not None: rows = rows.to(torch.promote_types(rows.dtype, torch.float32)) - less
             for i, part, padding in zip(pick.tensors, rows.split(pick.counts), pick.padding):
                 tally.add(labels[i], part.reshape(-1)[: part.numel() - padding])
             return

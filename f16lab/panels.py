@@ -110,8 +110,9 @@ class Panel(PanelTraits):
         """Read what is new and set the traits; '' or why there is nothing to see, then which option fills it."""
         raise NotImplementedError
 
-    def show(self, label: str | None = None, layer: str | None = None, step: int | None = None) -> None:
-        """Follow a click elsewhere: a run by its label, a layer, a step."""
+    def show(self, label: str | None = None, layer: str | None = None, step: int | None = None, tensor: str = ""
+             ) -> None:
+        """Follow a click elsewhere: a run by its label, a layer and one of its tensors, a step."""
         with self._guard:
             names = [v.label for v in self.views]
             if label in names: self.at = names.index(label)
@@ -254,23 +255,26 @@ class Chooser(Panel):
     def prepare(self) -> None:
         """Nothing is known yet."""
         self.newest, self.past, self.listed, self.wish = [Newest() for _ in self.views], None, -9.0, None
+        self.tensor = ""  # of the layer that was clicked
 
     def heard(self, message: Mapping[str, Any]) -> None:
         """A tensor was chosen."""
         if message["kind"] == "site":
             self.picked = self.wish = message["phase"], message["layer"], message["tensor"]
 
-    def show(self, label: str | None = None, layer: str | None = None, step: int | None = None) -> None:
+    def show(self, label: str | None = None, layer: str | None = None, step: int | None = None, tensor: str = ""
+             ) -> None:
         """Follow a click elsewhere."""
-        if layer is not None: self.picked = self.wish = None
+        if layer is not None: self.picked, self.wish, self.tensor = None, None, tensor
         super().show(label, layer, step)
 
     def site(self, found: Mapping[tuple, Any]) -> tuple[str, str, str]:
-        """The tensor to show: the chosen one, or of a layer that was clicked the first that there is."""
+        """The tensor to show: the chosen one, or the worst of a layer that was clicked."""
         if self.wish in found: return self.wish
         at = self.layer
         inside = {s: h for s, h in found.items() if at and (s[1] == at or s[1].startswith(at + "."))}
-        self.wish = first_choice(inside or found)
+        named = {s: h for s, h in inside.items() if s[1:] == (at, self.tensor)}
+        self.wish = first_choice(named or inside or found)
         return self.wish
 
 # %% ../nbs/20k_panels.ipynb #31821bdf
@@ -457,7 +461,8 @@ class SkipTable(Panel):
         kept = [s for s in self.told if kept_capsule(self.run.folder, s)]
         return kept[0] if kept else max(self.told)
 
-    def show(self, label: str | None = None, layer: str | None = None, step: int | None = None) -> None:
+    def show(self, label: str | None = None, layer: str | None = None, step: int | None = None, tensor: str = ""
+             ) -> None:
         """Follow a click elsewhere."""
         if step is not None: self.picked = ""
         super().show(label, layer, step)

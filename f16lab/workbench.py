@@ -112,10 +112,10 @@ class Views:
         for panel in self.panels.get(self.at, ()): panel.refresh()
         if self.at == "Events": self.events.refresh()
 
-    def show(self, label: str | None = None, layer: str | None = None, step: int | None = None) -> None:
-        """Follow a click in all panels that there are."""
+    def show(self, label: str | None = None, *clicked: Any) -> None:
+        """Follow a click in all panels that there are: see `Panel.show`."""
         if label in self.logs: self.label = self.map.map_run = label
-        for panel in self.made: panel.show(label=label, layer=layer, step=step)
+        for panel in self.made: panel.show(label, *clicked)
 
     def close(self) -> None:
         """End what follows logs."""
@@ -355,7 +355,7 @@ def picked(bench: "Workbench", pick: Pick) -> None:
     if pick.kind == "layer":
         bench.views.pages.show("Exponents")
         bench.say(f"{pick.layer or 'the model'}: its exponents over time, and what if, are below the map")
-    bench.views.show(label=pick.run or None, layer=pick.layer or None, step=pick.step if pick.step >= 0 else None)
+    bench.views.show(pick.run or None, pick.layer or None, pick.step if pick.step >= 0 else None, pick.tensor)
     if pick.kind == "step": bench.say(f"step {pick.step} of {pick.run}: Branch would begin there")
 
 # %% ../nbs/20s_workbench.ipynb #e7c3c335

@@ -414,9 +414,10 @@ def widget(tmp_path):
 def test_clicks_are_answered(widget):
     picked = []
     forget = widget.on_pick(picked.append)
-    receive(widget, {"type": "pick", "kind": "layer", "run": "f16", "layer": "blocks.1", "step": 4})
+    receive(widget, {"type": "pick", "kind": "layer", "run": "f16", "layer": "blocks.1", "step": 4,
+                     "tensor": "weight.m"})
     receive(widget, {"type": "pick", "kind": "step", "run": "f16", "step": 3})
-    assert picked == [Pick("layer", "f16", "blocks.1", 4), Pick("step", "f16", "", 3)]
+    assert picked == [Pick("layer", "f16", "blocks.1", 4, "weight.m"), Pick("step", "f16", "", 3)]
     widget.on_pick(lambda pick: 1 / 0)
     receive(widget, {"type": "pick", "kind": "run", "run": "f16", "step": 3})
     assert "ZeroDivisionError" in widget.problem and len(picked) == 3

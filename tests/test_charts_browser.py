@@ -163,6 +163,7 @@ def test_clicks_are_picks(mounted):
     page.page.mouse.down(), page.page.mouse.up()
     live.pump(page)
     assert live.picks[-1].kind == "layer" and live.picks[-1].layer.startswith("blocks.") and live.picks[-1].step == 190
+    assert live.picks[-1].tensor == page.page.evaluate("window.page.app().store.map.tensor") != ""
     page.page.locator(".f16-exponents canvas").focus()
     for key in (*["ArrowUp"] * 9, "ArrowDown", "Enter"): page.page.keyboard.press(key)
     live.pump(page)

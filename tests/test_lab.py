@@ -1,4 +1,5 @@
 """`f16lab lab` and `f16lab app`: the right page, this machine alone, and nobody without the token."""
+import json
 import os
 import re
 import subprocess
@@ -58,6 +59,10 @@ def test_lab_listens_here_alone_and_asks_for_its_token(started):
     assert status_of(f"{url}/api/status") == 403 == status_of(f"{url}/api/status", "0" * 48)
     assert status_of(f"{url}/api/status", token[1]) == 200
     assert listening(port) == {"0100007F"}
+    wish = urllib.request.Request(f"{url}/lab/api/settings/@jupyterlab/apputils-extension:notification",
+                                  headers={"Authorization": f"token {token[1]}"})
+    with urllib.request.urlopen(wish, timeout=10) as answer: settings = json.load(answer)["schema"]["properties"]
+    assert settings["fetchNews"]["default"] == "false"  # asks nobody for news, and the person nothing
 
 
 def test_app_listens_here_alone_and_asks_for_its_token(started):

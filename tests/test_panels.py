@@ -340,8 +340,18 @@ def test_an_error_in_a_look_is_said_and_the_next_look_mends_it(make, run, monkey
 def test_no_message_from_the_page_raises(make, message, run):
     p = make(run)
     p._hear(p, message, [])
-    p.show(label="unknown", layer="unknown", step=-5)
+    p.show(label="unknown", layer="unknown", step=-5, tensor="unknown")
     p.show(step=10**9)
+
+
+def test_a_click_on_a_layer_shows_the_tensor_that_was_clicked(run):
+    p = overflow_histograms(run, live=False)
+    assert len(p.sites) == 6
+    for line in p.sites:
+        p.show(layer=line["layer"], tensor=line["tensor"])
+        assert (p.chosen["layer"], p.chosen["tensor"]) == (line["layer"], line["tensor"])
+    p.show(layer="blocks.0.fc", tensor="nonsense")
+    assert (p.chosen["layer"], p.chosen["tensor"]) == ("blocks.0.fc", "output.grad")
 
 
 def test_threads_may_ask_at_once(tmp_path):

@@ -51,7 +51,7 @@ def tracked(folder: str, *suffixes: str) -> set[str]:
 
 def test_wheel_holds_package_kernels_and_licence_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    package = {f"f16lab/{name}" for name in tracked("f16lab", ".py", "py.typed", ".html", ".js", ".css", ".ipynb")}
+    package = {f"f16lab/{name}" for name in tracked("f16lab", ".py", "py.typed", ".html", ".js", ".css", ".ipynb", ".json")}
     kernels = {f"f16lab/kernels/{name}" for name in tracked("kernels", ".py", ".cu", ".cuh", ".md")}
     info = {name for name in names if ".dist-info/" in name}
     assert names - info == package | kernels

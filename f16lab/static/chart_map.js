@@ -270,7 +270,8 @@ function makeMap(app, host) {
   };
   const pickRow = (at) => {
     if (!at) return;
-    app.pick({ kind: "layer", run: store.map.run, layer: store.map.layers[at.row][0], step: store.map.step });
+    const { run, layers, step, tensor } = store.map;
+    app.pick({ kind: "layer", run, layer: layers[at.row][0], step, tensor });
     // In the workbench its histogram stands below the map, at 800 pixels out of sight.
     const panel = board.canvas.closest(".f16lab-page")?.querySelector(".f16p-panel");
     panel?.scrollIntoView({ block: "nearest", behavior: "smooth" });
