@@ -156,7 +156,8 @@ class ModuleHooks(OpenHooks):
         self.on = on
         if not on or not self.settled: return
         for hook in self.known:
-            due = True in self.turns.turn(hook.number)
+            outputs, gradients = self.turns.turn(hook.number)
+            due = outputs or gradients
             if due != (hook.path in self.handles): self.hook(hook.path, hook if due else None)
 
     def forward(self, path: str, module: nn.Module, given: tuple, out: Any) -> None:

@@ -77,7 +77,7 @@ def test_the_device_tally_counts_the_same(p):
 def test_the_compiled_loop_agrees_with_the_room(p):
     """Machine code where numba is there, and the same loop as Python."""
     x, room = ranges(p), Room(64)
-    room.take(0, len(x)).copy_(x)
+    room.put(0, len(x), x)
     b = count_room(room, 1)
     for loops in [PYTHON, *([compiled_loops()] if has_numba() else [])]:
         row, parts = np.zeros(260, np.int64), np.zeros((8, 512), np.int32)
