@@ -110,7 +110,7 @@ class Counts:
         self.apart[:n] += other.apart
         np.maximum(self.top[:n], other.top, out=self.top[:n])
 
-
+# %% ../nbs/16_probes.ipynb #c4b75bfc
 class Plan(NamedTuple):
     """Whose the rows of a room are: the same in many steps, so that it is made once."""
 

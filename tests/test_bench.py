@@ -128,7 +128,7 @@ def test_bench_says_what_is_wrong_before_it_measures():
     from f16lab.cli import command
 
     for words, said in (
-        (["train", "--only", "AdamW"], "--only is for `bench kernels`"),
+        (["train", "--only", "AdamW"], "--only would have no effect"),
         (["train", "--profiles", " , "], "give at least one"),
         (["train", "--profiles", "f32,nonsense"], "unknown preset 'nonsense'"),
     ):
@@ -137,7 +137,7 @@ def test_bench_says_what_is_wrong_before_it_measures():
 
 
 @pytest.mark.parametrize("words,said", [
-    ("bench kernels --model d12 --batch 4", "model, batch would have no effect"), ("bench train --data markov", "No such option.*--data"),
+    ("bench kernels --model d12 --batch 4", "--model, --batch would have no effect"), ("bench train --data markov", "No such option.*--data"),
     ("bench train --steps 5", "No such option.*--steps"), ("bench train --probe-every 1", "No such option.*--probe-every")])
 def test_a_setting_that_a_bench_would_ignore_is_refused(words, said):
     result = CliRunner().invoke(command(), words.split())
@@ -160,8 +160,18 @@ def test_a_log_is_measured_and_its_row_is_what_lies_on_disk():
     assert [r.loss for r in busy_steps(5)] == [r.loss for r in busy_steps(9)][:5]
 
 
-def test_bench_log_refuses_settings_of_other_benches():
-    from f16lab.bench_run import run_bench
-    for more in ({"only": ("AdamW",)}, {"batch": 4}):
-        with pytest.raises(ValueError, match="--log-steps"):
-            run_bench("log", "f32", more.pop("only", ()), 1, None, 100, **more)
+@pytest.mark.parametrize("words", ["log --only AdamW", "log --batch 4", "log --profiles f16", "log --rounds 3", "log --device cpu",
+                                   "kernels --profiles f16", "kernels --log-steps 200", "train --log-steps 200", "looks --only AdamW"])
+def test_a_bench_refuses_options_of_other_benches(words):
+    result = CliRunner().invoke(command(), ["bench", *words.split()])
+    assert result.exit_code == 2 and f"{words.split()[1]} would have no effect: bench {words.split()[0]}" in result.output
+
+
+# ---------------------------------------------------------------- probes
+def test_looks_are_measured_beside_a_step_without_one(tmp_path):
+    small = "--layers 1 --channels 16 --heads 2 --context 16 --batch 2 --device cpu --profiles f32,f16 --rounds 2"
+    result = CliRunner().invoke(command(), ["bench", "looks", *small.split(), "--out", str(tmp_path / "looks.json")])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "looks.json").read_text())["looks"]
+    assert [r["profile"] for r in rows] == ["f32"] * 3 + ["f16"] * 3 and all(r["ms"] > 0 and r["added"] > -1 for r in rows)
+    assert "none, once more" in result.output and "(the default)" in result.output
