@@ -173,7 +173,8 @@ def look_rows(config: TrainConfig, profile: str, steps: int) -> list[LookRow]:
     return [LookRow(profile, name, 1e3 * cost.seconds, cost.added) for name, cost in zip(looks, costs)]
 
 
-def show_look_bench(config: TrainConfig, profiles: Sequence[str], steps: int, out: Path | None, console: Console) -> int:
+def show_look_bench(config: TrainConfig, profiles: Sequence[str], steps: int, out: Path | None,
+                    console: Console) -> int:
     """Measure, print and write what probes cost, a profile at a time."""
     device = open_device(config.run.device)
     print_table(console, facts(machine_facts(device).items()))
