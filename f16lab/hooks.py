@@ -133,10 +133,9 @@ class ModuleHooks(OpenHooks):
     def __init__(self, model: nn.Module, see: See, outputs: bool = True, gradients: bool = True,
                  turns: Turns | None = None):
         super().__init__(model, see)
-        self.outputs, self.gradients, self.turns, self.settled = outputs, gradients, turns, False
+        self.outputs, self.gradients, self.turns, self.settled, self.known = outputs, gradients, turns, False, []
         self.made: dict[int, Tensor] = {}  # first look: all tensors by id, kept so that ids stay theirs
-        self.sites: dict[str, list[Site]] = {}
-        self.known: list[SettledHook] = []
+        self.sites: dict[str, dict[str, Site]] = {}  # by path and name: a module may be called many times
 
     def __enter__(self) -> "ModuleHooks":
         self.made, self.sites, self.settled = {}, {}, False
@@ -147,7 +146,8 @@ class ModuleHooks(OpenHooks):
         if self.settled or not self.sites: return
         self.settled, self.made = True, {}
         for path in self.modules.keys() - self.sites: self.hook(path, None)
-        self.known = [SettledHook(self, path, i, sites) for i, (path, sites) in enumerate(self.sites.items())
+        known = ((path, i, list(sites.values())) for i, (path, sites) in enumerate(self.sites.items()))
+        self.known = [SettledHook(self, path, i, sites) for path, i, sites in known
                       if all(site.place is not None or site.name == "output" for site in sites)]  # nothing lies deep
         for hook in self.known: self.hook(hook.path, hook)
 
@@ -167,7 +167,7 @@ class ModuleHooks(OpenHooks):
             if any(x is t for t in given) or self.made.get(id(x)) is x: continue
             if self.turns and not self.settled:
                 self.made[id(x)] = x
-                self.sites.setdefault(path, []).append(Site(path, name, place_of(out, x)))
+                self.sites.setdefault(path, {}).setdefault(name, Site(path, name, place_of(out, x)))
             if self.outputs: self.see("forward", path, name, x)
             if self.gradients and x.requires_grad:
                 await_gradient(x, partial(self.backward, path, f"{name}.grad", x.output_nr))

@@ -139,6 +139,13 @@ def test_sixteen_keys_see_every_number_once(sizes):
     assert len(set(rows)) == sum(-(-n // 128) for n in sizes)
 
 
+def test_an_exact_look_counts_as_many_numbers_in_every_step():
+    t = Trainer(small("f16", accumulate=2), source())
+    with RunProbe(t, EXACT): records = [t.step() for _ in range(4)]
+    counted = [{(h.phase, h.layer, h.tensor): h.elements for h in r.histograms} for r in records]
+    assert counted[0] == counted[1] == counted[2] == counted[3] and not any(r.skipped for r in records)
+
+
 def test_a_skipped_step_has_no_update():
     t = trainer("f16,loss_scale=2^24", lr=1e-3)
     with RunProbe(t, Look(share=1)): record = t.step()
@@ -211,6 +218,30 @@ def test_a_module_that_returns_something_else_later_is_seen_all_the_same():
             both = [] if isinstance(names[0], tuple) else [pair for n in names for pair in (("forward", n), ("backward", f"{n}.grad"))]
             assert sorted(set(seen)) == sorted(both or names)
     assert not hooked(net)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_module_that_is_called_often_is_counted_as_often(calls):
+    class Turns:
+        def turn(self, number): return True, True
+        def taker(self, phase, path, name, x): return lambda x: seen.append((phase, name))
+    class Often(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            for _ in range(calls): x = self.layer(x)
+            return x * 2
+    net, seen = Often(), []
+    with ModuleHooks(net, lambda phase, path, name, x: seen.append((phase, name)), turns=Turns()) as hooks:
+        for _ in range(3):
+            seen.clear()
+            for _ in range(2):  # micro-steps
+                hooks.attend(True)
+                net(torch.ones(2, 3)).sum().backward()
+            hooks.settle()
+            assert sorted(seen) == [("backward", "output.grad")] * 2 * calls + [("forward", "output")] * 2 * calls
 
 
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x.bfloat16(), lambda x: x[:7], lambda x: x.transpose(0, 1),
