@@ -1,5 +1,6 @@
 """What every test process needs before torch is imported, and which tests a machine can run."""
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -36,11 +38,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = {name: why for name, (there, why) in NEEDS.items() if not there()}
     if "slow" not in config.option.markexpr:
         missing["slow"] = "slow: ask for it with -m slow"
+    items.sort(key=lambda item: item.get_closest_marker("browser") is None)  # what one worker must do alone comes first
     for item in items:
         if item.get_closest_marker("browser"):  # one server and one browser for all of them
             item.add_marker(pytest.mark.xdist_group("browser"))
         for name in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[name]))
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """A test draws the same numbers whatever ran before it."""
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
