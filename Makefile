@@ -75,7 +75,7 @@ test: $(VENV)/.browser  ## everything continuous integration runs
 	$(STEP) "each notebook runs alone"
 	@$(PY) .ci/notebooks.py run
 	$(STEP) "pytest"
-	@$(PY) -m pytest -q -n 2 --dist loadgroup --durations=10
+	@$(PY) -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 # ---------------------------------------------------------------- working on it
 settings: $(VENV)/.dev  ## settings.ini -> pyproject.toml and the version

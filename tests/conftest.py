@@ -38,12 +38,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = {name: why for name, (there, why) in NEEDS.items() if not there()}
     if "slow" not in config.option.markexpr:
         missing["slow"] = "slow: ask for it with -m slow"
-    items.sort(key=lambda item: item.get_closest_marker("browser") is None)  # what one worker must do alone comes first
     for item in items:
         if item.get_closest_marker("browser"):  # one server and one browser for all of them
             item.add_marker(pytest.mark.xdist_group("browser"))
+        elif shares_a_fixture(item):  # which two workers would make twice
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
         for name in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[name]))
+    order = {"browser": 0}  # what one worker must do alone comes first
+    items.sort(key=lambda item: min((order.get(mark.args[0], 1) for mark in item.iter_markers("xdist_group")), default=2))
+
+
+def shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture of its module."""
+    known = item._fixtureinfo.name2fixturedefs if hasattr(item, "_fixtureinfo") else {}
+    return any(definition.scope == "module" for definitions in known.values() for definition in definitions)
 
 
 @pytest.fixture(autouse=True)
