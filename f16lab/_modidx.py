@@ -1232,7 +1232,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'f16lab.hooks.Turns.taker': ('hooks.html#turns.taker', 'f16lab/hooks.py'),
                               'f16lab.hooks.Turns.turn': ('hooks.html#turns.turn', 'f16lab/hooks.py'),
                               'f16lab.hooks.await_gradient': ('hooks.html#await_gradient', 'f16lab/hooks.py'),
-                              'f16lab.hooks.place_of': ('hooks.html#place_of', 'f16lab/hooks.py'),
+                              'f16lab.hooks.site_of': ('hooks.html#site_of', 'f16lab/hooks.py'),
                               'f16lab.hooks.tensors_in': ('hooks.html#tensors_in', 'f16lab/hooks.py')},
             'f16lab.images': { 'f16lab.images.ImageData': ('images.html#imagedata', 'f16lab/images.py'),
                                'f16lab.images.ImageData.__len__': ('images.html#imagedata.__len__', 'f16lab/images.py'),

@@ -19,7 +19,7 @@ from f16lab.mirror import Mirrors, as_operand
 from f16lab.nn import named_parameters_once
 from f16lab.origin import Explained, Traced, find_origin, probed
 from f16lab.precision import F16, F32, Precision
-from f16lab.probes import ROW, Tally, histogram_of, sampled, what_if
+from f16lab.probes import ROW, DeviceTally, Tally, histogram_of, sampled, what_if
 from f16lab.profile import PRESETS
 from f16lab.strict import ImplicitPromotion, strict
 from f16lab.train import Trainer, evaluate, steps
@@ -144,6 +144,17 @@ def test_an_exact_look_counts_as_many_numbers_in_every_step():
     with RunProbe(t, EXACT): records = [t.step() for _ in range(4)]
     counted = [{(h.phase, h.layer, h.tensor): h.elements for h in r.histograms} for r in records]
     assert counted[0] == counted[1] == counted[2] == counted[3] and not any(r.skipped for r in records)
+
+
+def test_the_tally_of_a_device_counts_the_same():
+    """Its kernels count as their reference does, which counts here."""
+    tables = []
+    for tally in (Tally(compiled=False), DeviceTally()):
+        t = Trainer(small("f16", accumulate=2), source())
+        with RunProbe(t, EXACT) as probe:
+            probe.tally, probe.direct = tally, False
+            tables.append([{(h.phase, h.layer, h.tensor): h for h in t.step().histograms} for _ in range(3)])
+    assert tables[0] == tables[1]
 
 
 def test_a_skipped_step_has_no_update():
