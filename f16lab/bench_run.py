@@ -239,7 +239,8 @@ def check_used(what: str, own: Mapping[str, Any], options: Mapping[str, Any]) ->
     if idle:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
         used = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(USES[what]))
-        raise ValueError(f"{flags} would have no effect: bench {what} has its own sizes; it takes {used} and --out")
+        more = {"kernels": ", --device and --out", "log": " and --out"}.get(what, ", --out and settings of a recipe")
+        raise ValueError(f"{flags} would have no effect: bench {what} takes {used}{more}")
 
 
 def profiles_of(text: str) -> list[str]:

@@ -460,7 +460,7 @@ VERBS: Mapping[str, tuple[str, Callable[[], click.Command]]] = {
     "doctor": ("what this machine can do, and by which path", doctor_command),
     "audit": ("casts and wide tensors of one training step", audit_verb),
     "watch": ("run a PyTorch script as it is, and see its casts and ranges", watch_verb),
-    "bench": ("measure kernels or training on this machine", bench_verb),
+    "bench": ("measure kernels, training, probes or logs here", bench_verb),
     "report": ("the HTML report of a run or a comparison", report_command)}
 
 # %% ../nbs/21_cli.ipynb #da990c8e
